@@ -1,0 +1,130 @@
+"""How far the policy is from its anchor: estimates from sampled tokens, and the exact sum."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ._checks import at_least_float32, boolean_mask, finite_where, same_shape
+
+KLEstimator = Literal["k1", "k2", "k3", "unbiased"]
+
+
+def _k1(logp: Tensor, ref_logp: Tensor, sampler_logp: Tensor | None) -> Tensor:
+    return logp - ref_logp
+
+
+def _k2(logp: Tensor, ref_logp: Tensor, sampler_logp: Tensor | None) -> Tensor:
+    return 0.5 * (ref_logp - logp) ** 2
+
+
+def _k3(logp: Tensor, ref_logp: Tensor, sampler_logp: Tensor | None) -> Tensor:
+    log_delta = ref_logp - logp
+    return torch.expm1(log_delta) - log_delta  # expm1: exact digits where π_θ ≈ π_ref
+
+
+def _unbiased(logp: Tensor, ref_logp: Tensor, sampler_logp: Tensor | None) -> Tensor:
+    # ρ·k3 = (π_ref/μ − 1) − (ρ − 1) − ρ·log δ, multiplied out: where π_θ is tiny, ρ is 0 and δ
+    # infinite, but their product π_ref/μ is neither. It holds no θ, so δ leaves the gradient.
+    log_rho = logp - sampler_logp
+    return (
+        torch.expm1(ref_logp - sampler_logp)
+        - torch.expm1(log_rho)
+        - torch.exp(log_rho) * (ref_logp - logp)
+    )
+
+
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+    "k1": _k1,
+    "k2": _k2,
+    "k3": _k3,
+    "unbiased": _unbiased,
+}
+
+
+def kl_estimate(
+    logp: Tensor,
+    ref_logp: Tensor,
+    estimator: KLEstimator,
+    sampler_logp: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Estimate KL(π_θ ‖ π_ref) at each sampled token, in nats.
+
+    With δ = π_ref/π_θ and ρ = π_θ/μ at the sampled token:
+
+        k1 = −log δ      k2 = ½ (log δ)²      k3 = δ − 1 − log δ      unbiased = ρ · k3
+
+    logp, ref_logp, sampler_logp: any one shape, usually (B, T). Returns that shape, float32
+    (float64 for float64 input). Gradient flows through `logp` only, and through ρ too.
+    Who sampled: k1, k2, k3 assume tokens drawn from π_θ itself; "unbiased" takes tokens drawn
+    from μ and needs its log-probabilities, also where μ = π_θ (ρ = 1 still carries gradient).
+
+    Used as a loss their expected gradients differ: k1 gives 0, k2 ∇KL(π_θ‖π_ref), k3
+    ∇KL(π_ref‖π_θ), the other direction; "unbiased" gives ∇KL(π_θ‖π_ref) for any μ.
+    Nothing is clamped: δ and ρ overflow to inf beyond a log-ratio of 88 in float32.
+
+    mask: optional bool; entries that do not count give exactly 0 and no gradient, whatever
+    they hold. Without it every entry counts.
+
+    Raises `ValueError`: unequal shapes; an unknown estimator; "unbiased" without sampler_logp,
+    or another one with it; a counted entry that is not finite.
+    Source: k1-k3 Schulman 2020, joschu.net/blog/kl-approx.html; unbiased arXiv 2512.02556 Eq. 7.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"estimator is {estimator!r}, expected one of {list(ESTIMATORS)}")
+    if (estimator == "unbiased") != (sampler_logp is not None):
+        was = "missing" if sampler_logp is None else "given"
+        raise ValueError(
+            f"sampler_logp is {was} with estimator {estimator!r}: 'unbiased' weighs by π_θ/μ and "
+            "needs it, k1, k2 and k3 would ignore it"
+        )
+    same_shape(logp=logp, ref_logp=ref_logp, sampler_logp=sampler_logp, mask=mask)
+    if mask is None:
+        mask = torch.ones_like(logp, dtype=torch.bool)
+    boolean_mask(mask)
+    logp, ref_logp, sampler_logp = at_least_float32(
+        logp=logp, ref_logp=ref_logp, sampler_logp=sampler_logp
+    )
+    logp = finite_where("logp", logp, mask)
+    ref_logp = finite_where("ref_logp", ref_logp.detach(), mask)
+    if sampler_logp is not None:
+        sampler_logp = finite_where("sampler_logp", sampler_logp.detach(), mask)
+    return ESTIMATORS[estimator](logp, ref_logp, sampler_logp)
+
+
+def exact_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """KL(π_θ ‖ π_ref) by the sum over the whole vocabulary, in nats; nobody has to sample.
+
+        KL = Σ_v π_θ(v) (log π_θ(v) − log π_ref(v))
+
+    logits, ref_logits: (..., V), unnormalised. Returns (...), float32 (float64 for float64).
+    Gradient flows into both arguments: compute ref_logits under `torch.no_grad()`, or swap the
+    two for the forward KL(π_ref ‖ π_θ).
+    A −inf logit is a token of probability 0 and adds 0 (0·log 0 = 0), in value and gradient;
+    where π_θ has mass and π_ref none the result is +inf, and there is no gradient to be had.
+
+    Raises `ValueError`: unequal shapes; a row without a finite logit, or with NaN or +inf.
+    Source: arXiv 2512.02556 §3.1 (the quantity that Eq. 7 estimates).
+    """
+    same_shape(logits=logits, ref_logits=ref_logits)
+    logits, ref_logits = at_least_float32(logits=logits, ref_logits=ref_logits)
+    logp = log_softmax_of("logits", logits)
+    ref_logp = log_softmax_of("ref_logits", ref_logits)
+    empty = logp.detach().exp() == 0  # filled before multiplying: 0 · (−inf) would be NaN
+    difference = logp.masked_fill(empty, 0) - ref_logp.masked_fill(empty, 0)
+    return (logp.exp() * difference).sum(dim=-1)
+
+
+def log_softmax_of(name: str, logits: Tensor) -> Tensor:
+    """`log_softmax` over the last dimension; raise `ValueError` for a row that has none."""
+    logp = torch.log_softmax(logits, dim=-1)
+    rows = torch.isnan(logp.detach()).any(dim=-1)
+    if logits.shape[-1] == 0 or rows.any():
+        raise ValueError(
+            f"{name} has shape {tuple(logits.shape)} and {int(rows.sum())} rows that are no "
+            "distribution: each needs one finite logit, and neither NaN nor +inf"
+        )
+    return logp

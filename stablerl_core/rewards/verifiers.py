@@ -1,0 +1,218 @@
+"""Verifiers: does a completion answer its problem? Text is compared, never evaluated or run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .tasks import MARKER
+
+MAX_MATH_ANSWER = 256  # characters; what a symbolic parser gets to see at most
+_MATH_WORKER = Path(__file__).with_name("_math_worker.py")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A reward, and one word why: also what to count when a reward looks too good.
+
+    correct; hedged (right, but not the final answer: only `any_answer` pays it); wrong;
+    empty (no completion); no_marker; no_answer (a marker, nothing after it); truncated (cut
+    before the end); unparseable, too_long, timeout (`math_answer` only).
+    """
+
+    reward: float
+    reason: str
+
+
+def strict_answer(completion: str, gold: str, *, truncated: bool = False) -> Verdict:
+    """Reward 1 iff the text after the last marker `#` equals `gold`, character by character.
+
+    completion: the text without its end token, drawn from μ. truncated: it was cut at the token
+    limit; then it has no final answer, whatever it holds, and gets 0.
+    Time is linear in the length. Raises `ValueError`: completion or gold is no text; gold is
+    empty or contains the marker.
+    """
+    answers = _marked_answers(completion, gold)
+    if truncated:
+        return Verdict(0.0, "truncated")
+    return _judge(completion, answers, gold)
+
+
+def any_answer(completion: str, gold: str, *, truncated: bool = False) -> Verdict:
+    """Reward 1 iff any marked answer equals `gold`: a verifier with a hole.
+
+    `#84#85#86` earns the reward for 85, so listing candidates pays, and length grows. Parsers
+    that accept any match in the text behave so. The reason tells what the reward hides:
+    "correct" if the final answer is right, "hedged" if only another one is. `truncated` changes
+    nothing: no final answer is asked for. Time and errors as `strict_answer`.
+    """
+    answers = _marked_answers(completion, gold)
+    if gold in answers[:-1] and answers[-1] != gold:
+        return Verdict(1.0, "hedged")
+    return _judge(completion, answers, gold)
+
+
+def math_answer(
+    completion: str, gold: str, *, truncated: bool = False, timeout: float = 2.0
+) -> Verdict:
+    r"""Reward 1 iff the final answer is mathematically equal to `gold` (LaTeX or plain).
+
+    The final answer is the content of the last `\boxed{…}`, or else the text after the last
+    `#`; a truncated completion has none. math-verify compares: 1/2, 0.5 and \frac12 are equal.
+    Three holes are the library's: an unfinished computation counts as its value (`27+58` for
+    85), so does the right-hand side of an equation (`84=85`), and a percent sign is overlooked
+    (`85%`). For plain numbers `strict_answer` has none of them.
+
+    At most 256 characters are parsed, in a process of its own that ends after `timeout` seconds
+    (works in any thread; about half a second to start it: use `verify` for a batch).
+    Raises `ValueError`: as `strict_answer` (but gold may contain `#`), and for a gold that
+    cannot be parsed; `ImportError` without math-verify.
+    """
+    return _math_answers([completion], [gold], [truncated], timeout)[0]
+
+
+VERIFIERS: dict[str, Callable[..., Verdict]] = {
+    "strict": strict_answer,
+    "any": any_answer,
+    "math": math_answer,
+}
+
+
+def verify(
+    name: str,
+    completions: Sequence[str],
+    golds: Sequence[str],
+    truncated: Sequence[bool] | None = None,
+) -> list[Verdict]:
+    """Verdicts of a batch: `VERIFIERS[name]` for each completion, its gold, and whether it was cut.
+
+    truncated None: none was. Raises `ValueError`: an unknown name, lengths that differ, or what
+    the verifier raises.
+    """
+    if name not in VERIFIERS:
+        raise ValueError(f"name is {name!r}, expected one of {sorted(VERIFIERS)}")
+    if isinstance(completions, str) or isinstance(golds, str):
+        raise ValueError("completions and golds must be sequences of texts, got one text")
+    cuts = [False] * len(completions) if truncated is None else [bool(cut) for cut in truncated]
+    if not len(completions) == len(golds) == len(cuts):
+        raise ValueError(
+            f"{len(completions)} completions, {len(golds)} golds, {len(cuts)} truncated: pass one "
+            "gold (and one flag) a completion"
+        )
+    if name == "math":
+        return _math_answers(completions, golds, cuts)
+    verifier = VERIFIERS[name]
+    return [
+        verifier(text, gold, truncated=cut)
+        for text, gold, cut in zip(completions, golds, cuts, strict=True)
+    ]
+
+
+def _marked_answers(completion: str, gold: str) -> list[str]:
+    """All texts that follow a marker, each up to the next marker."""
+    _check_texts(completion, gold)
+    if MARKER in gold:
+        raise ValueError(f"gold is {gold!r}: with a marker {MARKER!r} in it no answer could match")
+    return completion.split(MARKER)[1:]
+
+
+def _judge(completion: str, answers: list[str], gold: str) -> Verdict:
+    """The verdict on the last marked answer."""
+    if not completion:
+        return Verdict(0.0, "empty")
+    if not answers:
+        return Verdict(0.0, "no_marker")
+    if not answers[-1]:
+        return Verdict(0.0, "no_answer")
+    return Verdict(1.0, "correct") if answers[-1] == gold else Verdict(0.0, "wrong")
+
+
+def _check_texts(completion: str, gold: str) -> None:
+    for name, text in (("completion", completion), ("gold", gold)):
+        if not isinstance(text, str):
+            raise ValueError(f"{name} is a {type(text).__name__}, expected a str: decode it first")
+    if not gold.strip():
+        raise ValueError("gold is empty: every problem needs an answer to compare with")
+
+
+def _math_final_answer(completion: str, truncated: bool) -> str | Verdict:
+    r"""The content of the last \boxed{…}, else the text after the last marker, or why neither."""
+    if truncated:
+        return Verdict(0.0, "truncated")
+    if not completion:
+        return Verdict(0.0, "empty")
+    start = completion.rfind(r"\boxed{")
+    if start >= 0:
+        answer = _until_closed(completion[start + len(r"\boxed{") :][: MAX_MATH_ANSWER + 1])
+        if answer is None:
+            cut = len(completion) - start <= MAX_MATH_ANSWER
+            return Verdict(0.0, "truncated" if cut else "too_long")
+    elif MARKER in completion:
+        answer = completion.rpartition(MARKER)[2]
+    else:
+        return Verdict(0.0, "no_marker")
+    if len(answer) > MAX_MATH_ANSWER:
+        return Verdict(0.0, "too_long")
+    return answer.strip().strip("$").strip() or Verdict(0.0, "no_answer")
+
+
+def _until_closed(text: str) -> str | None:
+    """`text` up to the brace that closes one opened before it; None if there is none."""
+    depth = 1
+    for i, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:i]
+    return None
+
+
+def _math_answers(
+    completions: Sequence[str],
+    golds: Sequence[str],
+    truncated: Sequence[bool],
+    timeout: float = 2.0,
+) -> list[Verdict]:
+    """`math_answer` of a batch; one worker process, a new one after each comparison that hangs."""
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}, expected seconds > 0")
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError("math_answer needs math-verify: pip install 'stablerl_core[tasks]'")
+    for completion, gold in zip(completions, golds, strict=True):
+        _check_texts(completion, gold)
+    answers = list(map(_math_final_answer, completions, truncated))
+    # Pairs without an answer are sent too, with "": a gold is checked whatever the model wrote.
+    pairs = [
+        (gold.strip().strip("$"), "" if isinstance(answer, Verdict) else answer)
+        for gold, answer in zip(golds, answers, strict=True)
+    ]
+    reasons: list[str] = []
+    while len(reasons) < len(pairs):
+        reasons += _run_math_worker(pairs[len(reasons) :], timeout)
+        if reasons[-1] == "bad_gold":
+            raise ValueError(f"gold {golds[len(reasons) - 1]!r} cannot be parsed as mathematics")
+    return [
+        answer if isinstance(answer, Verdict) else Verdict(float(reason == "correct"), reason)
+        for answer, reason in zip(answers, reasons, strict=True)
+    ]
+
+
+def _run_math_worker(pairs: list[tuple[str, str]], timeout: float) -> list[str]:
+    """One reason a pair, up to and including the first that hangs or has a bad gold."""
+    done = subprocess.run(
+        # -P: the folder of the script must not become a place to import from
+        [sys.executable, "-P", str(_MATH_WORKER), str(timeout)],
+        input=json.dumps(pairs),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+    ready, *reasons = done.stdout.split() or [""]
+    if ready != "ready":
+        raise RuntimeError(f"the math-verify process did not start:\n{done.stderr[-2000:]}")
+    stopped = bool(reasons) and reasons[-1] == "bad_gold"
+    return reasons if stopped or len(reasons) == len(pairs) else [*reasons, "timeout"]
