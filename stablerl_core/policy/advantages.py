@@ -40,9 +40,10 @@ def group_advantages(
     rtol = max(1e-6, 2 * resolution)
     dtype = torch.promote_types(rewards.dtype, torch.float32)
     groups = rewards.detach().to(dtype).view(-1, group_size)
-    centred = groups - groups.mean(dim=1, keepdim=True)
+    shifted = groups - groups[:, :1]  # exact for close rewards, whose mean would be rounded
+    centred = shifted - shifted.mean(dim=1, keepdim=True)
     if scale == "std":
-        centred = centred / (_std(groups, ddof) + eps)
+        centred = centred / (_std(shifted, ddof) + eps)
     elif scale == "batch":
         centred = centred / (_std(groups.view(1, -1), ddof) + eps)
     spread = groups.amax(dim=1, keepdim=True) - groups.amin(dim=1, keepdim=True)

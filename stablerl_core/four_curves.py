@@ -1,0 +1,193 @@
+"""The four curves of a run, as a self-contained SVG and HTML page. Standard library only."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of the four pictures: a layer, and signals drawn on a left and a right axis."""
+
+    layer: int
+    title: str
+    left: tuple[str, ...]
+    left_label: str
+    right: tuple[str, ...]
+    right_label: str
+    log_left: bool = False
+    log_right: bool = False
+
+
+PANELS = (
+    Panel(1, "Data and rewards", ("reward", "heldout_accuracy"), "share", ("length",), "tokens"),
+    Panel(2, "Policy change", ("kl_ref",), "nats/token", ("entropy",), "nats/token"),
+    Panel(
+        3,
+        "Numerical updates",
+        ("loss",),
+        "loss",
+        ("grad_norm",),
+        "gradient norm",
+        log_right=True,
+    ),
+    Panel(4, "Training system", ("logp_gap",), "nats", ("staleness",), "versions"),
+)
+
+# Okabe–Ito: told apart by readers with any colour vision, on white and on black.
+COLOURS = {
+    "reward": "#E69F00",
+    "heldout_accuracy": "#0072B2",
+    "length": "#888888",
+    "kl_ref": "#D55E00",
+    "entropy": "#56B4E9",
+    "loss": "#CC79A7",
+    "grad_norm": "#009E73",
+    "logp_gap": "#D55E00",
+    "staleness": "#888888",
+}
+
+LABELS = {
+    "reward": "training reward",
+    "heldout_accuracy": "held-out accuracy",
+    "length": "length",
+    "kl_ref": "KL to reference",
+    "entropy": "entropy",
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "logp_gap": "sampler-trainer gap",
+    "staleness": "staleness",
+}
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 230, 58, 58, 44, 34
+
+Points = Sequence[tuple[float, float]]
+
+
+def _scale(series: Iterable[Points], log: bool) -> tuple[float, float]:
+    """Lowest and highest value drawn, with room; a flat series gets a band around it."""
+    values = [v for points in series for _, v in points if math.isfinite(v) and (v > 0 or not log)]
+    if log:
+        values = [math.log10(v) for v in values]
+    if not values:
+        return 0.0, 1.0
+    low, high = min(values), max(values)
+    if not log and low >= 0:
+        low = 0.0
+    if high - low < 1e-12:
+        low, high = low - (0.5 if low or log else 0), high + 0.5
+    return low, high + 0.05 * (high - low)
+
+
+def _path(points: Points, x, y, log: bool) -> str:
+    """SVG path of a series; a non-finite value breaks the line."""
+    out, pen = [], "M"
+    for step, value in points:
+        if not math.isfinite(value) or (log and value <= 0):
+            pen = "M"
+            continue
+        out.append(f"{pen}{x(step):.1f} {y(math.log10(value) if log else value):.1f}")
+        pen = "L"
+    return " ".join(out)
+
+
+def _tick(value: float, log: bool) -> str:
+    value = 10**value if log else value
+    return f"{value:.2g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.0e}"
+
+
+def _axis(low: float, high: float, log: bool, at: float, anchor: str, label: str, y) -> str:
+    ticks = "".join(
+        f'<text x="{at}" y="{y(v) + 4:.1f}" text-anchor="{anchor}">{_tick(v, log)}</text>'
+        for v in (low, (low + high) / 2, high)
+    )
+    x = 12 if anchor == "end" else WIDTH - 6
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    return ticks + (
+        f'<text class="unit" x="{x}" y="{middle}" text-anchor="middle" '
+        f'transform="rotate(-90 {x} {middle})">{html.escape(label)}</text>'
+    )
+
+
+def panel_svg(panel: Panel, rows: Sequence[Mapping[str, float]]) -> str:
+    """One panel as an SVG figure with a title, a description, axes and a legend."""
+    steps = [row["step"] for row in rows] or [0, 1]
+    first, last = min(steps), max(max(steps), min(steps) + 1)
+
+    def x(step: float) -> float:
+        return LEFT + (step - first) / (last - first) * (WIDTH - LEFT - RIGHT)
+
+    body, legend, words = [], [], []
+    for side, label, log in (
+        (panel.left, panel.left_label, panel.log_left),
+        (panel.right, panel.right_label, panel.log_right),
+    ):
+        series = {s: [(r["step"], r[s]) for r in rows if s in r] for s in side}
+        low, high = _scale(series.values(), log)
+
+        def y(value: float, low=low, high=high) -> float:
+            return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+        at, anchor = (LEFT - 6, "end") if side is panel.left else (WIDTH - RIGHT + 6, "start")
+        body.append(_axis(low, high, log, at, anchor, label + (" (log)" if log else ""), y))
+        dash = "" if side is panel.left else ' stroke-dasharray="5 3"'
+        for name, points in series.items():
+            body.append(f'<path d="{_path(points, x, y, log)}" stroke="{COLOURS[name]}"{dash}/>')
+            legend.append((name, dash))
+            if points:
+                words.append(f"{LABELS[name]} {points[0][1]:.3g} to {points[-1][1]:.3g}")
+    keys = "".join(
+        f'<path d="M{LEFT + 130 * i} 30h18" stroke="{COLOURS[n]}"{d}/>'
+        f'<text x="{LEFT + 130 * i + 22}" y="34">{LABELS[n]}</text>'
+        for i, (n, d) in enumerate(legend)
+    )
+    title = f"Layer {panel.layer}: {panel.title}"
+    return (
+        f'<svg class="panel" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{html.escape(title + ". " + "; ".join(words))}">'
+        f'<text class="title" x="{LEFT}" y="16">{title}</text>{keys}'
+        f'<path class="frame" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}V{TOP}"/>'
+        f'<text x="{LEFT}" y="{HEIGHT - 16}">{first}</text>'
+        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 16}" text-anchor="end">{last}</text>'
+        f'<text class="unit" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" '
+        f'text-anchor="middle">step</text>{"".join(body)}</svg>'
+    )
+
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #222; --page: #fff; --line: #bbb; }
+@media (prefers-color-scheme: dark) { :root { --ink: #ddd; --page: #16181d; --line: #555; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
+       max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem; }
+.panel { width: 100%; font-size: 11px; fill: var(--ink); }
+.panel .title { font-size: 13px; font-weight: 600; }
+.panel path { fill: none; stroke-width: 1.8; }
+.panel .frame { stroke: var(--line); stroke-width: 1; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { border-bottom: 1px solid var(--line); padding: .25rem .75rem; text-align: left; }
+"""
+
+
+def to_html(rows: Sequence[Mapping[str, float]], title: str, facts: Mapping[str, object]) -> str:
+    """A self-contained page: the four panels, then a table of facts about the run.
+
+    `rows` are the rows of a run log, `facts` what a reader needs to repeat the run (command,
+    seed, versions, hardware). The page loads nothing and follows the reader's light or dark
+    theme.
+    """
+    panels = "".join(panel_svg(panel, rows) for panel in PANELS)
+    table = "".join(
+        f"<tr><th scope='row'>{html.escape(str(k))}</th><td>{html.escape(str(v))}</td></tr>"
+        for k, v in facts.items()
+    )
+    title = html.escape(title)
+    return (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'>"
+        f"<meta name='viewport' content='width=device-width'><title>{title}</title>"
+        f"<style>{STYLE}</style><h1>{title}</h1><div class='panels'>{panels}</div>"
+        f"<h2>How it was made</h2><table>{table}</table></html>"
+    )

@@ -1,0 +1,144 @@
+"""The run log: one row of canonical signals a step, in a file that survives a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What one column of a run log means: its layer (0 = bookkeeping), unit and definition."""
+
+    layer: int
+    unit: str
+    meaning: str
+
+
+SIGNALS: dict[str, Signal] = {
+    "step": Signal(0, "optimizer steps of the outer loop", "number of this row, from 1"),
+    "seconds": Signal(0, "s", "wall-clock time of the step, probes included"),
+    "reward": Signal(1, "reward", "mean training reward over all completions of the step"),
+    "heldout_accuracy": Signal(
+        1, "share", "strict accuracy of sampled answers (temperature 1) to held-out problems"
+    ),
+    "length": Signal(1, "tokens", "mean completion length, the end token included"),
+    "truncated": Signal(1, "share", "completions cut at the token limit"),
+    "zero_variance_groups": Signal(1, "share", "groups whose rewards are all equal: no gradient"),
+    "solved_groups": Signal(1, "share", "zero-variance groups at the highest reward seen"),
+    "kl_ref": Signal(2, "nats/token", "exact KL(policy ‖ reference), mean over sampled positions"),
+    "kl_step": Signal(
+        2, "nats/token", "exact KL(before ‖ after) of this step's updates, mean over positions"
+    ),
+    "entropy": Signal(2, "nats/token", "exact entropy of the distribution sampled from"),
+    "clip_fraction": Signal(2, "share", "trained tokens whose gradient the ratio clip removed"),
+    "ratio_max": Signal(2, "ratio", "largest policy ratio π_θ/π_old among trained tokens"),
+    "loss": Signal(3, "loss", "the loss that was differentiated, last update of the step"),
+    "grad_norm": Signal(3, "2-norm", "gradient norm before clipping, largest of the step"),
+    "update_norm": Signal(3, "2-norm", "norm of the parameter change of the whole step"),
+    "learning_rate": Signal(3, "1", "learning rate of the last update"),
+    "nonfinite": Signal(3, "count", "updates of the step with a non-finite loss or gradient"),
+    "logp_gap": Signal(
+        4, "nats", "mean |log π_old(token) − log μ(token)|: trainer against sampler, same tokens"
+    ),
+    "logp_gap_max": Signal(4, "nats", "largest such gap of the step"),
+    "mismatch_kl": Signal(
+        4, "nats/token", "k3 estimate of KL(μ ‖ π_old); the tokens were drawn from μ"
+    ),
+    "staleness": Signal(4, "versions", "trainer version minus version of the sampler's weights"),
+    "expert_load_max": Signal(
+        4, "ratio", "busiest expert's load over the mean load, worst layer; 1 is balance"
+    ),
+}
+
+
+class RunLog:
+    """Rows of canonical signals in memory and, given a path, in a JSONL file as they come.
+
+    The first line of the file is a header (`{"header": …}`: configuration and provenance), each
+    other line a row. A row is written with one `write` and flushed, so a killed process leaves
+    every finished step behind and at most one torn last line, which `RunLog.read` drops. NaN
+    and infinity are kept as they are; a signal not measured at a step is simply absent.
+
+    Appending a step that is already in the log changes nothing: a resumed run replays the steps
+    since its checkpoint and the log keeps the first account of them.
+    """
+
+    def __init__(self, path: str | os.PathLike | None = None, header: Mapping | None = None):
+        self.path = None if path is None else Path(path)
+        self.header = dict(header or {})
+        self.rows: list[dict] = []
+        if self.path is not None and not (self.path.exists() and self.path.stat().st_size):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._write({"header": self.header})
+
+    def append(self, row: Mapping[str, float]) -> None:
+        """Add one row; `row["step"]` must follow the last step. Unknown signals are an error."""
+        unknown = set(row) - set(SIGNALS)
+        if unknown:
+            raise ValueError(f"row has unknown signals {sorted(unknown)}; see runlog.SIGNALS")
+        if self.rows and row["step"] <= self.rows[-1]["step"]:
+            return
+        if self.path is not None:
+            self._write(dict(row))
+        self.rows.append(dict(row))
+
+    def _write(self, record: dict) -> None:
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"cannot write the run log ({error.strerror}); the {len(self.rows)} steps before "
+                "are intact: free some space and resume the run",
+                str(self.path),
+            ) from error
+
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> RunLog:
+        """Read a run log; a torn last line is cut off the file, any other bad line raises."""
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"path={str(path)!r}: no run log there")
+        log = cls()
+        good = 0  # bytes up to the end of the last whole line
+        lines = path.read_bytes().splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            if number == len(lines) and not line.endswith(b"\n"):
+                break
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not a JSON record ({error})") from None
+            good += len(line)
+            if "header" in record:
+                log.header = record["header"]
+            else:
+                log.rows.append(record)
+        if good < path.stat().st_size:
+            os.truncate(path, good)
+        log.path = path
+        return log
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict]:
+        return iter(self.rows)
+
+    def series(self, signal: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one signal, at the steps where it was measured."""
+        if signal not in SIGNALS:
+            raise ValueError(f"signal={signal!r} is unknown; known: {', '.join(SIGNALS)}")
+        pairs = [(row["step"], row[signal]) for row in self.rows if signal in row]
+        return [s for s, _ in pairs], [v for _, v in pairs]
+
+    def last(self, signal: str, n: int = 1) -> float:
+        """Mean of the last `n` measured values of a signal; NaN when it was never measured."""
+        values = self.series(signal)[1][-n:]
+        return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,128 @@
+"""Sampling that keeps what is needed to score the same distribution later."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sample(NamedTuple):
+    """Sampled `tokens` (B,), their log-probability `logp` (B,) under the distribution that was
+    really sampled, and `kept` (B, K) int32: the ids left by truncation, −1 as filler, or None
+    when nothing was truncated."""
+
+    tokens: Tensor
+    logp: Tensor
+    kept: Tensor | None
+
+
+def sample_tokens(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    allowed: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Sample:
+    """Draw one token a row from temperature-scaled, truncated and renormalised logits.
+
+    μ(a) = exp(z_a/T) / Σ_{b ∈ kept} exp(z_b/T) for a in the kept set. Filters apply in the
+    order of Hugging Face `generate`: `allowed` (B, V) or (V,) bool, temperature, `top_k`
+    (0 = off), `top_p`, `min_p`; each keeps at least the most likely token, and ties at the
+    top-k threshold are all kept.
+
+    `logits` (B, V) in any precision, computed in float32 or better; the caller is the sampler,
+    so `logp` is log μ. Raises `ValueError` for options out of range, NaN logits, or a row with
+    no allowed token. Source: DeepSeek-V3.2, arXiv 2512.02556 §3.1 (Keep Sampling Mask).
+    """
+    _check(logits, temperature, top_p, top_k, min_p, allowed)
+    scores = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if torch.isnan(scores).any() or not torch.isfinite(scores.amax(-1)).all():
+        raise ValueError("logits have a row with NaN, +inf or no allowed token; check the model")
+    scores = scores / temperature
+    truncates = allowed is not None or top_k > 0 or top_p < 1 or min_p > 0
+    if truncates:
+        scores = scores.masked_fill(~_kept_mask(scores, top_p, top_k, min_p), -torch.inf)
+    logp = scores.log_softmax(-1)
+    # Inverse CDF in float64: a uniform below 1 cannot land on a token of probability zero.
+    cdf = logp.double().exp().cumsum(-1)
+    uniform = torch.rand(len(cdf), 1, dtype=torch.float64, device=cdf.device, generator=generator)
+    tokens = (cdf <= uniform * cdf[:, -1:]).sum(-1)
+    kept = _compact(torch.isfinite(scores)) if truncates else None
+    return Sample(tokens, logp.gather(-1, tokens[:, None])[:, 0], kept)
+
+
+def _check(logits, temperature, top_p, top_k, min_p, allowed) -> None:
+    if logits.dim() != 2:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}; expected (B, V)")
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}: must be > 0 (take argmax for greedy)")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must lie in (0, 1]")
+    if not 0 <= min_p <= 1:
+        raise ValueError(f"min_p={min_p}: must lie in [0, 1]")
+    if top_k < 0:
+        raise ValueError(f"top_k={top_k}: must be ≥ 0 (0 turns it off)")
+    if allowed is not None and (
+        allowed.dtype != torch.bool or allowed.shape not in (logits.shape, logits.shape[-1:])
+    ):
+        raise ValueError(
+            f"allowed has shape {tuple(allowed.shape)} and dtype {allowed.dtype}; "
+            f"expected bool {tuple(logits.shape)} or {tuple(logits.shape[-1:])}"
+        )
+
+
+def _kept_mask(scores: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
+    """Bool (B, V): tokens that survive top-k, then top-p, then min-p."""
+    keep = torch.isfinite(scores)
+    if 0 < top_k < scores.shape[-1]:
+        keep &= scores >= scores.topk(top_k, dim=-1).values[:, -1:]
+    if top_p < 1:
+        probs, order = scores.masked_fill(~keep, -torch.inf).softmax(-1).sort(-1, descending=True)
+        before = probs.cumsum(-1) - probs  # mass of strictly likelier tokens: < top_p keeps it
+        keep &= torch.zeros_like(keep).scatter(-1, order, before < top_p)
+    if min_p > 0:
+        probs = scores.masked_fill(~keep, -torch.inf).softmax(-1)
+        keep &= probs >= min_p * probs.amax(-1, keepdim=True)
+    return keep
+
+
+def _compact(keep: Tensor) -> Tensor:
+    """Bool (B, V) to ids (B, K) int32 in ascending order, filled with −1."""
+    width = int(keep.sum(-1).max())
+    order = keep.int().argsort(-1, descending=True, stable=True)[:, :width]
+    return order.masked_fill(~keep.gather(-1, order), -1).int()
+
+
+def masked_log_probs(
+    logits: Tensor, tokens: Tensor, kept: Tensor | None, temperature: float = 1.0
+) -> Tensor:
+    """log π(token) with π renormalised over the kept set that the sampler stored.
+
+    log π(a) = z_a/T − log Σ_{b ∈ kept} exp(z_b/T). `logits` (…, V) carry the trainer's
+    gradient, `tokens` (…) and `kept` (…, K; −1 filler, None = the whole vocabulary) come from
+    `sample_tokens`. Returns (…) in float32 or better, finite for every sampled token.
+
+    Raises `ValueError` when a token is not in its kept set or shapes disagree.
+    Source: DeepSeek-V3.2, arXiv 2512.02556 §3.1.
+    """
+    if logits.shape[:-1] != tokens.shape:
+        raise ValueError(
+            f"tokens has shape {tuple(tokens.shape)}; expected {tuple(logits.shape[:-1])}"
+        )
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    chosen = scores.gather(-1, tokens[..., None])[..., 0]
+    if kept is None:
+        return chosen - scores.logsumexp(-1)
+    if kept.shape[:-1] != tokens.shape:
+        raise ValueError(f"kept has shape {tuple(kept.shape)}; expected {(*tokens.shape, 'K')}")
+    if not (kept == tokens[..., None]).any(-1).all():
+        raise ValueError("tokens has an entry outside its kept set; use the set stored with it")
+    inside = scores.gather(-1, kept.long().clamp(min=0)).masked_fill(kept < 0, -torch.inf)
+    return chosen - inside.logsumexp(-1)

@@ -1,0 +1,175 @@
+"""The configuration of a run: one group of settings for each of the four layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+
+PRECISIONS = ("float32", "bfloat16", "float16", "float8_e4m3", "int4")
+
+
+def _require(ok: bool, text: str) -> None:
+    if not ok:
+        raise ValueError(text)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Layer 1. What is asked, how answers are judged, how many are drawn.
+
+    A step draws `prompts` problems of `task` and `group_size` completions of each, at most
+    `max_new_tokens` long; `verifier` pays for them. Every `eval_every` steps `eval_prompts`
+    held-out problems are answered once each and judged by the strict verifier.
+    """
+
+    task: str = "sort"
+    task_options: dict = field(default_factory=dict)
+    verifier: str = "strict"
+    prompts: int = 32
+    group_size: int = 8
+    max_new_tokens: int = 24
+    eval_every: int = 10
+    eval_prompts: int = 256
+
+    def __post_init__(self):
+        for name in ("prompts", "group_size", "max_new_tokens", "eval_every", "eval_prompts"):
+            value = getattr(self, name)
+            _require(value >= 1, f"data.{name}={value}: must be ≥ 1")
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Layer 2. How far one rollout may move the policy.
+
+    `objective` and `aggregation` as in `policy_objective` (`denominator` over the whole batch),
+    `scale` as in `group_advantages`. `kl_coef` times `kl_estimator` of the reference KL joins
+    the loss. A rollout is used for `epochs` passes of `minibatches` updates each.
+    """
+
+    objective: str = "grpo"
+    scale: str = "std"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: str = "sequence"
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    epochs: int = 1
+    minibatches: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self):
+        for name in ("epochs", "minibatches"):
+            value = getattr(self, name)
+            _require(value >= 1, f"policy.{name}={value}: must be ≥ 1")
+        _require(self.kl_coef >= 0, f"policy.kl_coef={self.kl_coef}: must be ≥ 0")
+
+
+@dataclass(frozen=True)
+class NumericsConfig:
+    """Layer 3. AdamW with a linear warm-up over `warmup` updates, clipping and faults.
+
+    `nonfinite`: an update with a non-finite loss or gradient is counted and, with `skip`, not
+    applied, with `raise`, an error, with `apply`, applied as it is. `micro_batch` rows are
+    differentiated at a time (0 = all), which changes memory but not the gradient.
+    """
+
+    learning_rate: float = 5e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup: int = 10
+    max_grad_norm: float = 1.0
+    nonfinite: str = "skip"
+    micro_batch: int = 0
+
+    def __post_init__(self):
+        rate, norm = self.learning_rate, self.max_grad_norm
+        _require(rate >= 0, f"numerics.learning_rate={rate}: must be ≥ 0")
+        _require(norm > 0, f"numerics.max_grad_norm={norm}: must be > 0 (inf turns it off)")
+        known = ("skip", "raise", "apply")
+        _require(self.nonfinite in known, f"numerics.nonfinite={self.nonfinite!r}: one of {known}")
+
+
+@dataclass(frozen=True)
+class SystemConfig:
+    """Layer 4. What the sampler is, next to the trainer.
+
+    The sampler holds the trainer's weights rounded to `sampler_precision` (a real cast of the
+    weights and back; computation stays in float32), refreshed every `sync_every` steps except
+    for tensors whose name contains one of `sync_skip`. `old_logp` says whose log-probabilities
+    are the denominator of the policy ratio: the `trainer`'s, recomputed, or the `sampler`'s.
+    """
+
+    sampler_precision: str = "float32"
+    sync_every: int = 1
+    sync_skip: tuple[str, ...] = ()
+    old_logp: str = "trainer"
+    device: str = "cpu"
+
+    def __post_init__(self):
+        known = PRECISIONS
+        value = self.sampler_precision
+        _require(value in known, f"system.sampler_precision={value!r}: one of {known}")
+        _require(self.sync_every >= 1, f"system.sync_every={self.sync_every}: must be ≥ 1")
+        known = ("trainer", "sampler")
+        _require(self.old_logp in known, f"system.old_logp={self.old_logp!r}: one of {known}")
+
+    @property
+    def separate_sampler(self) -> bool:
+        """Whether the sampler's weights can differ from the trainer's at all."""
+        return self.sampler_precision != "float32" or self.sync_every > 1 or bool(self.sync_skip)
+
+
+GROUPS = {
+    "data": DataConfig,
+    "policy": PolicyConfig,
+    "numerics": NumericsConfig,
+    "system": SystemConfig,
+}
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """A whole run. `base` names the shipped starting point of the task (`mixtral-cpu`), or a
+    preset or checkpoint folder to start from as it is. `out` is a folder for the run log and
+    checkpoints, or None to keep nothing. Probes (KL, gap, expert load) look at `probe_rows`
+    sequences every `probe_every` steps."""
+
+    base: str = "mixtral-cpu"
+    steps: int = 200
+    seed: int = 0
+    out: str | None = None
+    checkpoint_every: int = 20
+    probe_every: int = 5
+    probe_rows: int = 64
+    data: DataConfig = field(default_factory=DataConfig)
+    policy: PolicyConfig = PolicyConfig()
+    numerics: NumericsConfig = NumericsConfig()
+    system: SystemConfig = SystemConfig()
+
+    def __post_init__(self):
+        for name in ("steps", "checkpoint_every", "probe_every", "probe_rows"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{name}={value}: must be ≥ 1")
+        parts, prompts = self.policy.minibatches, self.data.prompts
+        _require(
+            prompts % parts == 0,
+            f"policy.minibatches={parts} does not divide data.prompts={prompts}",
+        )
+
+    def to_json(self) -> str:
+        """The configuration as JSON text; `TrainerConfig.from_json` is its inverse."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainerConfig:
+        values = json.loads(text)
+        for name, group in GROUPS.items():
+            options = {
+                f.name: tuple(v) if isinstance(v := values[name][f.name], list) else v
+                for f in fields(group)
+            }
+            values[name] = group(**options)
+        return cls(**values)

@@ -1,0 +1,292 @@
+"""Sampling completions: batched, cached, and with everything needed to score them later."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..policy import entropy
+from ..system import masked_log_probs, sample_tokens
+from .models import routers
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `temperature` 1 and no truncation sample the policy itself."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """B = P·G completions of P prompts, the G of one prompt adjacent.
+
+    `prompt` (B, S) ids padded on the left with `prompt_mask`; `tokens` (B, T) the completion,
+    end token included, with `mask` (B, T) True at its tokens; `sampler_logp` (B, T) log μ of
+    each token under the distribution that was sampled; `entropy` (B, T) of that distribution
+    before truncation, nats; `finished` (B,) False where the token limit cut the completion;
+    `version` of the weights that sampled; `routing` (B, S+T−1, L, k) uint8 or int16 expert ids
+    for every position that was fed to the model, or None; `kept` (B, T, K) int32 ids left by
+    truncation (−1 filler), or None.
+    """
+
+    prompt: Tensor
+    prompt_mask: Tensor
+    tokens: Tensor
+    mask: Tensor
+    sampler_logp: Tensor
+    entropy: Tensor
+    finished: Tensor
+    version: int
+    sampling: Sampling
+    routing: Tensor | None = None
+    kept: Tensor | None = None
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Prompts to ids and mask (P, S), padded on the left. An empty prompt raises `ValueError`."""
+    if not all(prompts):
+        raise ValueError("prompts has an empty string; a policy needs at least one token to read")
+    batch = tokenizer(
+        list(prompts),
+        padding=True,
+        padding_side="left",
+        add_special_tokens=False,
+        return_tensors="pt",
+    )
+    return batch.input_ids.to(device), batch.attention_mask.bool().to(device)
+
+
+def decode_completions(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
+    """Completion texts without special tokens, in row order."""
+    rows = zip(rollout.tokens.tolist(), rollout.mask.sum(1).tolist(), strict=True)
+    return tokenizer.backend_tokenizer.decode_batch(
+        [row[:n] for row, n in rows], skip_special_tokens=True
+    )
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Name of the cache argument: transformers renamed `past_key_values` to `cache` in 5.24."""
+    names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+@dataclass
+class _State:
+    """The rows still growing: finished ones leave, so the batch shrinks as answers end."""
+
+    rows: Tensor  # index into the full batch
+    cache: DynamicCache
+    attention: Tensor | None  # None when no prompt is padded
+    position: Tensor  # position id of the next token
+    logits: Tensor
+    routed: list = field(default_factory=list)
+
+
+@torch.no_grad()
+def rollout(
+    model: PreTrainedModel,
+    prompt: Tensor,
+    prompt_mask: Tensor,
+    *,
+    group_size: int,
+    max_new_tokens: int,
+    eos_token_id: int,
+    generator: torch.Generator,
+    sampling: Sampling | None = None,
+    version: int = 0,
+    record_routing: bool = False,
+) -> Rollout:
+    """Sample `group_size` completions of each prompt from `model`, the policy μ.
+
+    Each prompt is read once and its cache repeated for its group; a row that emits the end token
+    leaves the batch. `prompt` and `prompt_mask` are (P, S) as `encode_prompts` makes them. On
+    the same weights and precision `sampler_logp` equals `completion_logp` up to rounding.
+
+    Raises `ValueError` for sizes below one, and NaN logits.
+    """
+    if group_size < 1 or max_new_tokens < 1:
+        raise ValueError(f"group_size={group_size}, max_new_tokens={max_new_tokens}: must be ≥ 1")
+    sampling = sampling or Sampling()
+    total, device = len(prompt) * group_size, prompt.device
+    out = {
+        "tokens": torch.zeros(total, max_new_tokens, dtype=torch.long, device=device),
+        "mask": torch.zeros(total, max_new_tokens, dtype=torch.bool, device=device),
+        "sampler_logp": torch.zeros(total, max_new_tokens, device=device),
+        "entropy": torch.zeros(total, max_new_tokens, device=device),
+    }
+    finished = torch.zeros(total, dtype=torch.bool, device=device)
+    kept: list[tuple[Tensor, Tensor]] = []
+    with _RouterTap(model, record_routing) as tap:
+        state = _prefill(model, prompt, prompt_mask, group_size, tap)
+        for t in range(max_new_tokens):
+            sample = sample_tokens(state.logits, **vars(sampling), generator=generator)
+            out["tokens"][state.rows, t] = sample.tokens
+            out["mask"][state.rows, t] = True
+            out["sampler_logp"][state.rows, t] = sample.logp.to(torch.float32)
+            out["entropy"][state.rows, t] = entropy(state.logits / sampling.temperature).float()
+            kept.append((state.rows, sample.kept))
+            ended = sample.tokens == eos_token_id
+            finished[state.rows[ended]] = True
+            if ended.all() or t + 1 == max_new_tokens:
+                break
+            _advance(model, state, sample.tokens, ~ended, tap)
+        routing = tap.assemble(total, prompt.shape[1], group_size, t)
+    return Rollout(
+        prompt=prompt.repeat_interleave(group_size, 0),
+        prompt_mask=prompt_mask.repeat_interleave(group_size, 0),
+        finished=finished,
+        version=version,
+        sampling=sampling,
+        routing=routing,
+        kept=_stack_kept(kept, total),
+        **{name: tensor[:, : t + 1] for name, tensor in out.items()},
+    )
+
+
+def _prefill(model, prompt, prompt_mask, group_size: int, tap: _RouterTap) -> _State:
+    cache = DynamicCache(config=model.config)
+    padded = not bool(prompt_mask.all())
+    position = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
+    logits = model(
+        prompt,
+        attention_mask=prompt_mask.long() if padded else None,
+        position_ids=position,
+        use_cache=True,
+        logits_to_keep=1,
+        **{cache_argument(model): cache},
+    ).logits[:, -1]
+    tap.take(None)
+    cache.batch_repeat_interleave(group_size)
+    rows = torch.arange(len(prompt) * group_size, device=prompt.device)
+    attention = prompt_mask.long().repeat_interleave(group_size, 0) if padded else None
+    return _State(
+        rows,
+        cache,
+        attention,
+        prompt_mask.sum(1).repeat_interleave(group_size),
+        logits.repeat_interleave(group_size, 0),
+    )
+
+
+def _advance(model, state: _State, tokens: Tensor, alive: Tensor, tap: _RouterTap) -> None:
+    """Feed the sampled tokens of the rows that go on; drop the others from the batch."""
+    if not bool(alive.all()):
+        keep = alive.nonzero()[:, 0]
+        state.cache.batch_select_indices(keep)
+        state.rows, state.position, tokens = state.rows[keep], state.position[keep], tokens[keep]
+        if state.attention is not None:
+            state.attention = state.attention[keep]
+    if state.attention is not None:
+        state.attention = torch.cat([state.attention, state.attention.new_ones(len(tokens), 1)], 1)
+    state.logits = model(
+        tokens[:, None],
+        attention_mask=state.attention,
+        position_ids=state.position[:, None],
+        use_cache=True,
+        **{cache_argument(model): state.cache},
+    ).logits[:, -1]
+    state.position = state.position + 1
+    tap.take(state.rows)
+
+
+class _RouterTap:
+    """Collects the expert ids that every router chooses while completions are sampled."""
+
+    def __init__(self, model: PreTrainedModel, active: bool):
+        self.modules = tuple(routers(model).values()) if active else ()
+        wide = any(len(m.weight) > 256 for m in self.modules)
+        self.dtype = torch.int16 if wide else torch.uint8
+        self.handles, self.buffer, self.steps = [], [], []
+
+    def __enter__(self) -> _RouterTap:
+        self.handles = [m.register_forward_hook(self._hook) for m in self.modules]
+        return self
+
+    def __exit__(self, *_) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _hook(self, module, args, output) -> None:
+        self.buffer.append(output[-1])
+
+    def take(self, rows: Tensor | None) -> None:
+        """Close one forward pass: its layers become one (tokens, L, k) record."""
+        if self.buffer:
+            self.steps.append((rows, torch.stack(self.buffer, 1)))
+            self.buffer = []
+
+    def assemble(self, total: int, width: int, group_size: int, decoded: int) -> Tensor | None:
+        """(B, S + decoded, L, k): the prompt's record repeated, then a column a decoded token."""
+        if not self.steps:
+            return None
+        (_, first), *rest = self.steps
+        record = first.new_zeros((total, width + decoded, *first.shape[1:]), dtype=self.dtype)
+        first = first.reshape(-1, width, *first.shape[1:]).to(self.dtype)
+        record[:, :width] = first.repeat_interleave(group_size, 0)
+        for t, (rows, ids) in enumerate(rest):
+            record[rows, width + t] = ids.to(self.dtype)
+        return record
+
+
+def _stack_kept(kept: list[tuple[Tensor, Tensor | None]], total: int) -> Tensor | None:
+    if kept[0][1] is None:
+        return None
+    width = max(ids.shape[1] for _, ids in kept)
+    out = kept[0][1].new_full((total, len(kept), width), -1)
+    for t, (rows, ids) in enumerate(kept):
+        out[rows, t, : ids.shape[1]] = ids
+    # Padding positions hold token 0; a set that contains it keeps them scorable and masked out.
+    out[..., 0] = out[..., 0].clamp(min=0)
+    return out
+
+
+def select_rows(batch: Rollout, rows: Tensor) -> Rollout:
+    """Some rows of a rollout, cut to the longest completion among them."""
+    width = int(batch.mask[rows].sum(1).max())
+    read = batch.prompt.shape[1] + width - 1
+    return replace(
+        batch,
+        prompt=batch.prompt[rows],
+        prompt_mask=batch.prompt_mask[rows],
+        finished=batch.finished[rows],
+        routing=None if batch.routing is None else batch.routing[rows, :read],
+        kept=None if batch.kept is None else batch.kept[rows, :width],
+        **{
+            name: getattr(batch, name)[rows, :width]
+            for name in ("tokens", "mask", "sampler_logp", "entropy")
+        },
+    )
+
+
+def completion_logits(model: PreTrainedModel, batch: Rollout) -> Tensor:
+    """Logits (B, T, V) that score each completion token: prompt and completion in one pass."""
+    ids = torch.cat([batch.prompt, batch.tokens[:, :-1]], 1)
+    count = batch.tokens.shape[1]
+    if bool(batch.prompt_mask.all()):
+        return model(ids, use_cache=False, logits_to_keep=count).logits
+    mask = torch.cat([batch.prompt_mask, torch.ones_like(batch.mask[:, :-1])], 1).long()
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    return model(
+        ids, attention_mask=mask, position_ids=position, use_cache=False, logits_to_keep=count
+    ).logits
+
+
+def completion_logp(model: PreTrainedModel, batch: Rollout) -> Tensor:
+    """log π of each completion token (B, T) under `model`, with its gradient.
+
+    The distribution is the one that was sampled from: same temperature, same kept sets. Values
+    at padding are arbitrary but finite.
+    """
+    logits = completion_logits(model, batch)
+    return masked_log_probs(logits, batch.tokens, batch.kept, batch.sampling.temperature)

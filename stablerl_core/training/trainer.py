@@ -1,0 +1,434 @@
+"""The loop that joins the four layers: sample, judge, compare, update, log."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..numerics import clip_gradients
+from ..policy import (
+    ObjectiveDiagnostics,
+    aggregate,
+    exact_kl,
+    group_advantages,
+    kl_estimate,
+    loss_denominator,
+    merge_diagnostics,
+    policy_objective,
+)
+from ..rewards import Problem, Reward, Task, reward_by_name, strict_reward, task_by_name
+from ..runlog import RunLog
+from ..system import mismatch_report
+from .base import starting_point
+from .checkpoint import load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
+from .config import TrainerConfig
+from .models import routers
+from .precision import round_weights
+from .provenance import provenance
+from .rollout import (
+    Rollout,
+    Sampling,
+    completion_logits,
+    completion_logp,
+    decode_completions,
+    encode_prompts,
+    rollout,
+    select_rows,
+)
+
+LOG = "run.jsonl"
+NOTHING_SEEN = ObjectiveDiagnostics(0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class Trainer:
+    """Group-relative policy optimisation of a small model, one process, one device.
+
+    Everything random in step n is drawn from generators seeded by (seed, n), so a run that
+    resumes from a checkpoint repeats the uninterrupted one bit for bit on the same machine.
+    `task` and `reward` replace what `config.data` names; a reward function takes completion
+    texts, their problems and which texts were cut, and returns one finite number each.
+
+    Attributes a reader may look at between steps: `model`, `sampler` (the same object unless
+    the system group makes it differ), `reference`, `log`, `version`.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig | None = None,
+        *,
+        task: Task | None = None,
+        reward: Reward | None = None,
+    ):
+        config = config or TrainerConfig()
+        data, system = config.data, config.system
+        self.config = config
+        self.task = task or task_by_name(data.task, data.task_options)
+        self.reward = reward or reward_by_name(data.verifier)
+        self.model, self.tokenizer = starting_point(config.base, data.task, system.device)
+        self.reference = copy.deepcopy(self.model).requires_grad_(False)
+        self.sampler = copy.deepcopy(self.reference) if system.separate_sampler else self.model
+        self.version = self.sampler_version = self.updates = 0
+        self._names = [name for name, _ in self.model.named_parameters()]
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.numerics.learning_rate,
+            betas=config.numerics.betas,
+            eps=config.numerics.eps,
+            weight_decay=config.numerics.weight_decay,
+            fused=True,
+        )
+        self._out = None if config.out is None else Path(config.out)
+        if self._out is not None and (self._out / LOG).exists():
+            raise ValueError(
+                f"out={config.out!r} already holds a run: continue it with "
+                "Trainer.resume(out), or choose another folder"
+            )
+        self.log = RunLog(
+            self._out and self._out / LOG,
+            {"config": config.to_json(), "provenance": provenance()},
+        )
+        self._sync(0)
+        self._record({"step": 0, "heldout_accuracy": self.evaluate(0)})
+
+    @classmethod
+    def resume(
+        cls, out: str | Path, *, task: Task | None = None, reward: Reward | None = None
+    ) -> Trainer:
+        """Continue the run in folder `out` from its newest checkpoint, with its configuration.
+
+        Steps that the log already holds are computed again, identically, and not logged twice.
+        Raises as `load_checkpoint` does; a run killed before its first checkpoint starts anew.
+        """
+        log = RunLog.read(Path(out) / LOG)
+        config = TrainerConfig.from_json(log.header["config"])
+        tensors, facts = load_checkpoint(Path(out))
+        trainer = cls(replace(config, out=None), task=task, reward=reward)
+        trainer.config, trainer._out, trainer.log = config, Path(out), log
+        for model, prefix in ((trainer.model, "model."), (trainer.sampler, "sampler.")):
+            own = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
+            if own:
+                model.load_state_dict(own)
+        restore_optimizer(trainer._optimizer, trainer._names, tensors)
+        trainer.version, trainer.updates = facts["version"], facts["updates"]
+        trainer.sampler_version = facts["sampler_version"]
+        return trainer
+
+    def run(
+        self,
+        steps: int | None = None,
+        *,
+        progress: bool = True,
+        on_step: Callable[[dict], None] | None = None,
+    ) -> RunLog:
+        """Train to step `steps` (default: the configured number) and return the log.
+
+        `on_step` is called with each row. The bar shows reward and held-out accuracy, and is
+        silent when `TQDM_DISABLE` is set.
+        """
+        steps = self.config.steps if steps is None else steps
+        bar = tqdm(total=steps, initial=self.version, desc="GRPO", disable=not progress or None)
+        with bar:
+            while self.version < steps:
+                row = self.step()
+                bar.set_postfix(
+                    reward=f"{row['reward']:.2f}",
+                    heldout=f"{self.log.last('heldout_accuracy'):.2f}",
+                )
+                bar.update()
+                if on_step is not None:
+                    on_step(row)
+        return self.log
+
+    def step(self) -> dict:
+        """One step: sample, judge, update, measure, log, and a checkpoint when it is due."""
+        started, n = time.perf_counter(), self.version + 1
+        batch, row, advantages = self._collect(n)
+        due = n % self.config.probe_every == 0 or n == 1
+        probe = self._before(batch) if due else None
+        row |= self._update(batch, advantages)
+        self.version = n
+        if probe is not None:
+            row |= self._after(probe)
+        self._sync(n)
+        if n % self.config.data.eval_every == 0 or n == self.config.steps:
+            row["heldout_accuracy"] = self.evaluate(n)
+        row["seconds"] = time.perf_counter() - started
+        self._record(row)
+        if self._out and (n % self.config.checkpoint_every == 0 or n == self.config.steps):
+            self.save()
+        return row
+
+    # Layer 1: what was sampled and what it is worth
+
+    def _generator(self, n: int, purpose: int) -> torch.Generator:
+        seed = (self.config.seed * 1_000_003 + n) * 8 + purpose
+        return torch.Generator(device=self.model.device).manual_seed(seed)
+
+    def _sample(self, model, problems, n: int, purpose: int, group_size: int, sampling) -> Rollout:
+        prompt, mask = encode_prompts(
+            self.tokenizer, [p.prompt for p in problems], self.model.device
+        )
+        return rollout(
+            model,
+            prompt,
+            mask,
+            group_size=group_size,
+            max_new_tokens=self.config.data.max_new_tokens,
+            eos_token_id=self.tokenizer.eos_token_id,
+            generator=self._generator(n, purpose),
+            sampling=sampling,
+            version=self.sampler_version,
+        )
+
+    def _collect(self, n: int) -> tuple[Rollout, dict, Tensor]:
+        data, policy = self.config.data, self.config.policy
+        problems = self.task.sample("train", data.prompts, seed=self.config.seed * 1_000_003 + n)
+        sampling = Sampling(policy.temperature, policy.top_p, policy.top_k)
+        batch = self._sample(self.sampler, problems, n, 0, data.group_size, sampling)
+        repeated = [p for p in problems for _ in range(data.group_size)]
+        rewards = self._judge(batch, repeated)
+        advantages = group_advantages(rewards, data.group_size, scale=policy.scale)
+        flat = (advantages.view(-1, data.group_size) == 0).all(1)
+        solved = flat & (rewards.view(-1, data.group_size)[:, 0] >= rewards.max())
+        row = {
+            "step": n,
+            "reward": float(rewards.mean()),
+            "length": float(batch.mask.sum(1).float().mean()),
+            "truncated": float((~batch.finished).float().mean()),
+            "zero_variance_groups": float(flat.float().mean()),
+            "solved_groups": float(solved.float().mean()),
+            "entropy": float(batch.entropy[batch.mask].mean()),
+            "staleness": self.version - batch.version,
+        }
+        return batch, row, advantages.to(self.model.device, self.model.dtype)
+
+    def _judge(self, batch: Rollout, problems: list[Problem]) -> Tensor:
+        texts, cut = decode_completions(self.tokenizer, batch), (~batch.finished).tolist()
+        rewards = torch.as_tensor([float(r) for r in self.reward(texts, problems, cut)])
+        if rewards.shape != (len(texts),):
+            raise ValueError(
+                f"reward function returned {len(rewards)} rewards for {len(texts)} completions"
+            )
+        bad = (~torch.isfinite(rewards)).nonzero()[:, 0].tolist()
+        if bad:
+            raise ValueError(
+                f"reward function returned {rewards[bad[0]].item()} for completion {bad[0]} "
+                f"({texts[bad[0]]!r}) and {len(bad) - 1} others; return a finite number, or leave "
+                "the group out"
+            )
+        return rewards
+
+    def evaluate(self, n: int = 0) -> float:
+        """Share of held-out problems answered right by one sample each at temperature 1.
+
+        Always the trainer's own weights and the strict verifier, whatever training pays for.
+        """
+        problems = self.task.sample("heldout", self.config.data.eval_prompts, seed=0)
+        batch = self._sample(self.model, problems, n, 1, 1, Sampling())
+        texts, cut = decode_completions(self.tokenizer, batch), (~batch.finished).tolist()
+        rewards = strict_reward(texts, problems, cut)
+        return sum(rewards) / len(rewards)
+
+    # Layers 2 and 3: the update
+
+    def _update(self, batch: Rollout, advantages: Tensor) -> dict:
+        policy, old_logp = self.config.policy, None
+        if self.config.system.old_logp == "sampler":
+            old_logp = batch.sampler_logp
+        elif policy.epochs * policy.minibatches > 1:
+            with torch.no_grad():
+                old_logp = completion_logp(self.model, batch)
+        minibatches = torch.arange(len(advantages), device=advantages.device).chunk(
+            policy.minibatches
+        )
+        done = [
+            self._one_update(batch, advantages, old_logp, rows)
+            for _ in range(policy.epochs)
+            for rows in minibatches
+        ]
+        seen = merge_diagnostics([part for update in done for part in update.diagnostics])
+        row = {
+            "loss": done[-1].loss,
+            "grad_norm": max((u.grad_norm for u in done), key=lambda g: (math.isnan(g), g)),
+            "nonfinite": sum(not u.finite for u in done),
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
+            "clip_fraction": seen.clip_fraction,
+            "ratio_max": seen.ratio_max,
+        }
+        return row | done[0].gap
+
+    def _one_update(self, batch, advantages, old_logp, rows) -> _Update:
+        """One optimizer step on some rows; what it saw before stepping."""
+        denominator = loss_denominator(batch.mask[rows], self.config.policy.aggregation)
+        if self.config.policy.kl_coef == 0:
+            # Equal rewards give these rows no gradient; the denominator still counts them.
+            rows = rows[advantages[rows] != 0]
+        loss, gap, diagnostics = 0.0, {}, [NOTHING_SEEN]
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for chunk in rows.split(self.config.numerics.micro_batch or len(rows)) if len(rows) else ():
+            piece = select_rows(batch, chunk)
+            logp = completion_logp(self.model, piece)
+            gap = gap or _gap(logp, piece)
+            old = None if old_logp is None else old_logp[chunk, : logp.shape[1]]
+            value, seen = self._loss(logp, old, advantages[chunk], piece, denominator)
+            value.backward()
+            loss += value.item()
+            diagnostics.append(seen)
+        norm, finite = self._apply(loss)
+        return _Update(loss, norm, finite, gap, diagnostics)
+
+    def _loss(self, logp, old_logp, advantages, piece: Rollout, denominator):
+        policy = self.config.policy
+        if not torch.isfinite(logp[piece.mask]).all():
+            return logp.sum() * math.nan, NOTHING_SEEN  # counted and handled in _apply
+        clip = {"clip_low": policy.clip_low, "clip_high": policy.clip_high}
+        loss, seen = policy_objective(
+            policy.objective,
+            logp,
+            old_logp,
+            advantages,
+            piece.mask,
+            aggregation=policy.aggregation,
+            denominator=denominator,
+            **({} if policy.objective == "reinforce" else clip),
+        )
+        if policy.kl_coef:
+            with torch.no_grad():
+                ref_logp = completion_logp(self.reference, piece)
+            drawn = piece.sampler_logp if policy.kl_estimator == "unbiased" else None
+            kl = kl_estimate(logp, ref_logp, policy.kl_estimator, drawn, mask=piece.mask)
+            loss = loss + policy.kl_coef * aggregate(
+                kl, piece.mask, policy.aggregation, denominator
+            )
+        return loss, seen
+
+    def _apply(self, loss: float) -> tuple[float, bool]:
+        """Clip, decide about faults, step; returns the gradient norm and whether all was finite."""
+        numerics = self.config.numerics
+        norm = float(clip_gradients(self.model.parameters(), numerics.max_grad_norm))
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if not finite and numerics.nonfinite == "raise":
+            raise FloatingPointError(
+                f"step {self.version + 1}: loss {loss}, gradient norm {norm}; nothing was applied"
+            )
+        self.updates += 1
+        rate = numerics.learning_rate * min(1.0, self.updates / max(1, numerics.warmup))
+        self._optimizer.param_groups[0]["lr"] = rate
+        if finite or numerics.nonfinite == "apply":
+            self._optimizer.step()
+        return norm, finite
+
+    # Probes: exact distances on a few rows, before and after the update
+
+    @torch.no_grad()
+    def _before(self, batch: Rollout) -> dict:
+        rows = torch.arange(min(self.config.probe_rows, len(batch.tokens)))
+        piece = select_rows(batch, rows.to(batch.tokens.device))
+        with ExpertLoad(self.model) as load:
+            logits = completion_logits(self.model, piece)
+        return {
+            "piece": piece,
+            "logits": logits,
+            "weights": [p.clone() for p in self.model.parameters()],
+            "expert_load_max": load.worst(),
+        }
+
+    @torch.no_grad()
+    def _after(self, probe: dict) -> dict:
+        piece, counted = probe["piece"], probe["piece"].mask
+        temperature = self.config.policy.temperature
+        before = probe["logits"][counted] / temperature
+        after = completion_logits(self.model, piece)[counted] / temperature
+        reference = completion_logits(self.reference, piece)[counted] / temperature
+        moved = [a - b for a, b in zip(self.model.parameters(), probe["weights"], strict=True)]
+        row = {
+            "update_norm": float(torch.nn.utils.get_total_norm(moved)),
+            "expert_load_max": probe["expert_load_max"],
+        }
+        if torch.isfinite(after).all():
+            row["kl_ref"] = float(exact_kl(before, reference).mean())
+            row["kl_step"] = float(exact_kl(before, after).mean())
+        return row
+
+    # Layer 4: the sampler, the log, the checkpoint
+
+    def _sync(self, n: int) -> None:
+        """Send the trainer's weights to the sampler, as far as the system group allows."""
+        system = self.config.system
+        if n % system.sync_every:
+            return
+        self.sampler_version = n
+        if self.sampler is not self.model:
+            round_weights(self.model, self.sampler, system.sampler_precision, system.sync_skip)
+
+    def _record(self, row: dict) -> None:
+        self.log.append(row)
+
+    def save(self) -> Path:
+        """Write a checkpoint now; returns its path."""
+        if self._out is None:
+            raise ValueError("config.out is None: this run keeps nothing; give it a folder")
+        tensors = {f"model.{k}": t for k, t in self.model.state_dict().items()}
+        if self.sampler is not self.model:
+            tensors |= {f"sampler.{k}": t for k, t in self.sampler.state_dict().items()}
+        tensors |= optimizer_tensors(self._optimizer, self._names)
+        facts = {
+            "version": self.version,
+            "updates": self.updates,
+            "sampler_version": self.sampler_version,
+        }
+        return save_checkpoint(self._out, self.version, tensors, facts)
+
+
+@dataclass(frozen=True)
+class _Update:
+    loss: float
+    grad_norm: float
+    finite: bool
+    gap: dict
+    diagnostics: list[ObjectiveDiagnostics]
+
+
+def _gap(logp: Tensor, piece: Rollout) -> dict:
+    """Layer 4 signals of the rows; empty when a value is not finite, which layer 3 reports."""
+    logp = logp.detach()
+    if not torch.isfinite(logp[piece.mask]).all():
+        return {}
+    report = mismatch_report(logp, piece.sampler_logp, piece.mask)
+    return {
+        "logp_gap": report.mean_abs,
+        "logp_gap_max": report.max_abs,
+        "mismatch_kl": report.k3,
+    }
+
+
+class ExpertLoad:
+    """Counts, while it is entered, how many tokens each expert of each layer receives."""
+
+    def __init__(self, model):
+        self._routers = list(routers(model).values())
+        self._counts: list[Tensor] = []
+
+    def __enter__(self) -> ExpertLoad:
+        self._handles = [m.register_forward_hook(self._hook) for m in self._routers]
+        return self
+
+    def _hook(self, module, args, output) -> None:
+        self._counts.append(output[-1].flatten().bincount(minlength=len(module.weight)))
+
+    def __exit__(self, *_) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def worst(self) -> float:
+        """Load of the busiest expert over the mean load, in the worst layer."""
+        return max(float(c.max() / c.float().mean()) for c in self._counts)
