@@ -14,8 +14,8 @@ endif
 PY := $(VENV)/bin/python
 SITE := _build/.built
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
-SITE_SOURCES := $(shell find book notebooks -type f -not -path 'book/assets/vendor/*' \
-    -not -path 'book/_generated/*' -not -path '*/.ipynb_checkpoints/*' -not -path '*/__pycache__/*') \
+SITE_SOURCES := $(shell find book notebooks -type f -not -path "book/assets/vendor/*" \
+    -not -path "book/_generated/*" -not -path "*/.ipynb_checkpoints/*" -not -path "*/__pycache__/*" 2>/dev/null) \
     _config.yml _toc.yml stablerl_core/runlog.py
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg \
     --nbval-cell-timeout=120 -n 2 --dist loadfile
