@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+BOOK = ROOT / "book"
 HTML = ROOT / "_build" / "html"
 BUILT = ROOT / "_build" / ".built"  # written by `make book` when a build succeeds
 SHOTS = Path(__file__).parent / "_shots"
@@ -24,7 +25,7 @@ CHROMIUM_FLAGS = [
 
 
 def sources() -> list[Path]:
-    book = [*(ROOT / "book").glob("*.*"), *(ROOT / "book" / "assets").glob("*.*")]
+    book = [p for pattern in ("*.*", "assets/*.*", "assets/css/*") for p in BOOK.glob(pattern)]
     return [*book, *(ROOT / "notebooks").glob("*.ipynb"), ROOT / "_config.yml", ROOT / "_toc.yml"]
 
 

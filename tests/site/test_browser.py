@@ -82,8 +82,8 @@ def test_index_in_light_and_dark(scheme, address, visit):
     assert (sum(channels) / 3 > 128) == (scheme == "light"), colour
     SHOTS.mkdir(exist_ok=True)
     page.screenshot(path=SHOTS / f"index_{scheme}.png", full_page=True)
-    page.set_viewport_size(PHONE)
-    page.screenshot(path=SHOTS / f"index_{scheme}_phone.png")
+    phone = visit(address, color_scheme=scheme, viewport=PHONE).open(f"{address}/book/index.html")
+    phone.screenshot(path=SHOTS / f"index_{scheme}_phone.png", full_page=True)
 
 
 def test_a_reader_can_switch_the_theme(address, visit):
