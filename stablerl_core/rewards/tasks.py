@@ -6,6 +6,7 @@ import ast
 import hashlib
 import operator
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -49,14 +50,21 @@ def split_of(key: str) -> str:
 
 
 def _draw(make: Callable[[random.Random], tuple[str, Problem]], split, n, seed) -> list[Problem]:
-    """`n` problems of a split; `make` returns a split key and a problem."""
+    """`n` problems of a split; `make` returns a split key and a problem.
+
+    Raises `ValueError` for an unknown split, and when the task's options leave the split empty.
+    """
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: expected one of {SPLITS}")
     rng = random.Random(f"{split}/{seed}")
     problems: list[Problem] = []
+    missed = 0
     while len(problems) < n:
         key, problem = make(rng)
-        if split_of(key) == split:
+        missed = missed + 1 if split_of(key) != split else 0
+        if missed == 1000:  # by chance alone: 0.9^1000
+            raise ValueError(f"the task's options leave no {split} problem, as {key!r}; widen them")
+        if not missed:
             problems.append(problem)
     return problems
 
@@ -135,11 +143,16 @@ class ReasoningGym:
         return _draw(make, split, n, seed)
 
 
+_ARITHMETIC = re.compile(r"[0-9+\-*/() ]{1,200}")
+
+
 def _countdown(metadata: dict, answer: str) -> bool:
     """Whether `answer` reaches the target with each number used once. Nothing is evaluated."""
+    if not _ARITHMETIC.fullmatch(answer):
+        return False
     try:
         used: list[int] = []
-        tree = ast.parse(answer[:200].strip(), mode="eval").body
+        tree = ast.parse(answer.strip(), mode="eval").body
         return _value(tree, used) == metadata["target"] and sorted(used) == sorted(
             metadata["numbers"]
         )
@@ -162,6 +175,8 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         return _OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, used)
     raise ValueError(f"{type(node).__name__} is not arithmetic on whole numbers")
 
 

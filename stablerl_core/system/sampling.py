@@ -43,9 +43,9 @@ def sample_tokens(
     scores = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
+    scores = scores / temperature
     if torch.isnan(scores).any() or not torch.isfinite(scores.amax(-1)).all():
         raise ValueError("logits have a row with NaN, +inf or no allowed token; check the model")
-    scores = scores / temperature
     truncates = allowed is not None or top_k > 0 or top_p < 1 or min_p > 0
     if truncates:
         scores = scores.masked_fill(~_kept_mask(scores, top_p, top_k, min_p), -torch.inf)
@@ -61,8 +61,7 @@ def sample_tokens(
 def _check(logits, temperature, top_p, top_k, min_p, allowed) -> None:
     if logits.dim() != 2:
         raise ValueError(f"logits has shape {tuple(logits.shape)}; expected (B, V)")
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature}: must be > 0 (take argmax for greedy)")
+    _check_temperature(temperature)
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p}: must lie in (0, 1]")
     if not 0 <= min_p <= 1:
@@ -76,6 +75,11 @@ def _check(logits, temperature, top_p, top_k, min_p, allowed) -> None:
             f"allowed has shape {tuple(allowed.shape)} and dtype {allowed.dtype}; "
             f"expected bool {tuple(logits.shape)} or {tuple(logits.shape[-1:])}"
         )
+
+
+def _check_temperature(temperature: float) -> None:
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature={temperature}: must be > 0 and finite (argmax is greedy)")
 
 
 def _kept_mask(scores: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
@@ -96,7 +100,7 @@ def _kept_mask(scores: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor
 def _compact(keep: Tensor) -> Tensor:
     """Bool (B, V) to ids (B, K) int32 in ascending order, filled with −1."""
     width = int(keep.sum(-1).max())
-    order = keep.int().argsort(-1, descending=True, stable=True)[:, :width]
+    order = keep.int().argsort(dim=-1, descending=True, stable=True)[:, :width]
     return order.masked_fill(~keep.gather(-1, order), -1).int()
 
 
@@ -109,13 +113,15 @@ def masked_log_probs(
     gradient, `tokens` (…) and `kept` (…, K; −1 filler, None = the whole vocabulary) come from
     `sample_tokens`. Returns (…) in float32 or better, finite for every sampled token.
 
-    Raises `ValueError` when a token is not in its kept set or shapes disagree.
+    Raises `ValueError` when a token is not in its kept set, shapes disagree, or for a temperature
+    that is not > 0 and finite.
     Source: DeepSeek-V3.2, arXiv 2512.02556 §3.1.
     """
     if logits.shape[:-1] != tokens.shape:
         raise ValueError(
             f"tokens has shape {tuple(tokens.shape)}; expected {tuple(logits.shape[:-1])}"
         )
+    _check_temperature(temperature)
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     chosen = scores.gather(-1, tokens[..., None])[..., 0]
     if kept is None:
