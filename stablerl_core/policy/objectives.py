@@ -115,7 +115,7 @@ def policy_objective(
     Who sampled: tokens from π_old. Where the sampler μ differs, see `stablerl_core.system`.
     aggregation, denominator: see `aggregate`; with micro-batches pass the whole batch's
     denominator and add up the losses. The KL penalty is not in here: add
-    beta * aggregate(kl_estimate(…), mask, …) with the same two arguments.
+    kl_coef * aggregate(kl_estimate(…), mask, …) with the same two arguments.
 
     Defaults are the source's. DeepSeekMath gives GRPO no clip range: 0.2 is PPO's
     (arXiv 1707.06347 §6.1); DeepSeek-R1 used 10, which leaves the low side open.

@@ -193,8 +193,9 @@ def _math_answers(
     reasons: list[str] = []
     while len(reasons) < len(pairs):
         reasons += _run_math_worker(pairs[len(reasons) :], timeout)
-        if reasons[-1] == "bad_gold":
-            raise ValueError(f"gold {golds[len(reasons) - 1]!r} cannot be parsed as mathematics")
+    if "bad_gold" in reasons:
+        bad = golds[reasons.index("bad_gold")]
+        raise ValueError(f"gold {bad!r} cannot be parsed as mathematics: mend it in the task")
     return [
         answer if isinstance(answer, Verdict) else Verdict(float(reason == "correct"), reason)
         for answer, reason in zip(answers, reasons, strict=True)
@@ -202,7 +203,7 @@ def _math_answers(
 
 
 def _run_math_worker(pairs: list[tuple[str, str]], timeout: float) -> list[str]:
-    """One reason a pair, up to and including the first that hangs or has a bad gold."""
+    """One reason a pair, up to and including the first that hangs."""
     done = subprocess.run(
         # -P: the folder of the script must not become a place to import from
         [sys.executable, "-P", str(_MATH_WORKER), str(timeout)],
@@ -214,5 +215,4 @@ def _run_math_worker(pairs: list[tuple[str, str]], timeout: float) -> list[str]:
     ready, *reasons = done.stdout.split() or [""]
     if ready != "ready":
         raise RuntimeError(f"the math-verify process did not start:\n{done.stderr[-2000:]}")
-    stopped = bool(reasons) and reasons[-1] == "bad_gold"
-    return reasons if stopped or len(reasons) == len(pairs) else [*reasons, "timeout"]
+    return reasons if len(reasons) == len(pairs) else [*reasons, "timeout"]
