@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -116,16 +117,13 @@ def small_moe(
     `experts_implementation` is transformers' own switch: `grouped_mm` is the fastest on CPU and
     GPU but has no float64 on CPU; exactness tests use `eager`.
 
-    Raises `ValueError` for a name that is neither a preset nor a checkpoint, and for a
-    checkpoint without a router.
+    Raises `ValueError` for a name that is neither a preset nor a checkpoint, for a checkpoint
+    that does not load, and for one without a router.
     """
     if preset in PRESETS:
         model, tokenizer = _from_config(preset, seed, experts_implementation)
-    elif Path(preset).is_dir() or _looks_like_hub_id(preset):
-        tokenizer = AutoTokenizer.from_pretrained(preset)
-        model = AutoModelForCausalLM.from_pretrained(
-            preset, experts_implementation=experts_implementation
-        )
+    elif Path(preset, "config.json").is_file() or _looks_like_hub_id(preset):
+        model, tokenizer = _from_checkpoint(preset, experts_implementation)
     else:
         raise ValueError(
             f"preset={preset!r} is neither a preset nor a checkpoint folder; "
@@ -140,6 +138,18 @@ def _looks_like_hub_id(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/"))
 
 
+def _from_checkpoint(preset: str, experts_implementation: str):
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(preset)
+        model = AutoModelForCausalLM.from_pretrained(
+            preset, experts_implementation=experts_implementation, use_safetensors=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        why = str(error).split("\n")[0]
+        raise ValueError(f"preset={preset!r} does not load as an MoE checkpoint: {why}") from error
+    return model, tokenizer
+
+
 def _from_config(preset: str, seed: int, experts_implementation: str):
     family, scale = preset.rsplit("-", 1)
     tokenizer = character_tokenizer()
@@ -151,7 +161,9 @@ def _from_config(preset: str, seed: int, experts_implementation: str):
     config.bos_token_id = None
     config._experts_implementation = experts_implementation
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # inside fork_rng: the caller's global stream is untouched
+        # Inside fork_rng the caller's global stream is untouched; torch.manual_seed would also
+        # reseed every accelerator.
+        torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     return model, tokenizer
 
