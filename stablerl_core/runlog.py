@@ -72,7 +72,9 @@ class RunLog:
         self.path = None if path is None else Path(path)
         self.header = dict(header or {})
         self.rows: list[dict] = []
-        if self.path is not None and not (self.path.exists() and self.path.stat().st_size):
+        if self.path is not None:
+            if self.path.exists() and self.path.stat().st_size:
+                raise ValueError(f"path={str(path)!r} holds a log; RunLog.read(path) continues it")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._write({"header": self.header})
 
@@ -88,10 +90,13 @@ class RunLog:
         self.rows.append(dict(row))
 
     def _write(self, record: dict) -> None:
+        size = self.path.stat().st_size if self.path.exists() else 0
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
+            if self.path.is_file():
+                os.truncate(self.path, size)  # no half line for the next row to be glued to
             raise OSError(
                 error.errno,
                 f"cannot write the run log ({error.strerror}); the {len(self.rows)} steps before "
@@ -115,6 +120,8 @@ class RunLog:
                 record = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: not a JSON record ({error})") from None
+            if not isinstance(record, dict) or not record.keys() & {"header", "step"}:
+                raise ValueError(f"{path}, line {number}: neither a header nor a row with a step")
             good += len(line)
             if "header" in record:
                 log.header = record["header"]

@@ -48,10 +48,12 @@ def any_answer(completion: str, gold: str, *, truncated: bool = False) -> Verdic
 
     `#84#85#86` earns the reward for 85, so listing candidates pays, and length grows. Parsers
     that accept any match in the text behave so. The reason tells what the reward hides:
-    "correct" if the final answer is right, "hedged" if only another one is. `truncated` changes
-    nothing: no final answer is asked for. Time and errors as `strict_answer`.
+    "correct" if the final answer is right, "hedged" if only another one is. truncated: as in
+    `strict_answer` a cut completion gets 0, so the list must end. Time and errors too.
     """
     answers = _marked_answers(completion, gold)
+    if truncated:
+        return Verdict(0.0, "truncated")
     if gold in answers[:-1] and answers[-1] != gold:
         return Verdict(1.0, "hedged")
     return _judge(completion, answers, gold)

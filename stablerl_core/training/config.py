@@ -25,7 +25,7 @@ class DataConfig:
     task: str = "sort"
     task_options: dict = field(default_factory=dict)
     verifier: str = "strict"
-    prompts: int = 32
+    prompts: int = 64
     group_size: int = 8
     max_new_tokens: int = 24
     eval_every: int = 10
@@ -68,7 +68,10 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class NumericsConfig:
-    """Layer 3. AdamW with a linear warm-up over `warmup` updates, clipping and faults.
+    """Layer 3. AdamW, its learning rate, clipping and faults.
+
+    The learning rate rises linearly over `warmup` updates and then stays, or with `schedule`
+    `linear` falls to a tenth over the run.
 
     `nonfinite`: an update with a non-finite loss or gradient is counted and, with `skip`, not
     applied, with `raise`, an error, with `apply`, applied as it is. `micro_batch` rows are
@@ -80,6 +83,7 @@ class NumericsConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     warmup: int = 10
+    schedule: str = "constant"
     max_grad_norm: float = 1.0
     nonfinite: str = "skip"
     micro_batch: int = 0
@@ -88,6 +92,8 @@ class NumericsConfig:
         rate, norm = self.learning_rate, self.max_grad_norm
         _require(rate >= 0, f"numerics.learning_rate={rate}: must be ≥ 0")
         _require(norm > 0, f"numerics.max_grad_norm={norm}: must be > 0 (inf turns it off)")
+        known = ("constant", "linear")
+        _require(self.schedule in known, f"numerics.schedule={self.schedule!r}: one of {known}")
         known = ("skip", "raise", "apply")
         _require(self.nonfinite in known, f"numerics.nonfinite={self.nonfinite!r}: one of {known}")
 

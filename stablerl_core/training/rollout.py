@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,16 +69,26 @@ def encode_prompts(
 
 
 def decode_completions(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
-    """Completion texts without special tokens, in row order."""
-    rows = zip(rollout.tokens.tolist(), rollout.mask.sum(1).tolist(), strict=True)
+    """Completion texts in row order, without the end token that finished them.
+
+    Any other special token that was sampled stays visible: a verifier must not be paid for
+    `#1<pad>2` as if it were `#12`.
+    """
+    ends = rollout.mask.sum(1) - rollout.finished.long()
+    rows = zip(rollout.tokens.tolist(), ends.tolist(), strict=True)
     return tokenizer.backend_tokenizer.decode_batch(
-        [row[:n] for row, n in rows], skip_special_tokens=True
+        [row[:end] for row, end in rows], skip_special_tokens=False
     )
 
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Name of the cache argument: transformers renamed `past_key_values` to `cache` in 5.24."""
-    names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    return _cache_argument(type(model))
+
+
+@functools.cache
+def _cache_argument(kind: type[PreTrainedModel]) -> str:
+    names = inspect.signature(inspect.unwrap(kind.forward)).parameters
     return "cache" if "cache" in names else "past_key_values"
 
 
@@ -89,8 +100,7 @@ class _State:
     cache: DynamicCache
     attention: Tensor | None  # None when no prompt is padded
     position: Tensor  # position id of the next token
-    logits: Tensor
-    routed: list = field(default_factory=list)
+    logits: Tensor  # (rows, V) of the next token
 
 
 @torch.no_grad()
@@ -128,7 +138,9 @@ def rollout(
     finished = torch.zeros(total, dtype=torch.bool, device=device)
     kept: list[tuple[Tensor, Tensor]] = []
     with _RouterTap(model, record_routing) as tap:
-        state = _prefill(model, prompt, prompt_mask, group_size, tap)
+        owner = torch.arange(len(prompt), device=device).repeat_interleave(group_size)
+        state = _prefill(model, prompt, prompt_mask, owner)
+        tap.take(None)
         for t in range(max_new_tokens):
             sample = sample_tokens(state.logits, **vars(sampling), generator=generator)
             out["tokens"][state.rows, t] = sample.tokens
@@ -140,7 +152,8 @@ def rollout(
             finished[state.rows[ended]] = True
             if ended.all() or t + 1 == max_new_tokens:
                 break
-            _advance(model, state, sample.tokens, ~ended, tap)
+            _advance(model, state, sample.tokens, ~ended)
+            tap.take(state.rows)
         routing = tap.assemble(total, prompt.shape[1], group_size, t)
     return Rollout(
         prompt=prompt.repeat_interleave(group_size, 0),
@@ -154,7 +167,8 @@ def rollout(
     )
 
 
-def _prefill(model, prompt, prompt_mask, group_size: int, tap: _RouterTap) -> _State:
+def _prefill(model, prompt: Tensor, prompt_mask: Tensor, owner: Tensor) -> _State:
+    """Read each prompt once; row i goes on from prompt `owner[i]`."""
     cache = DynamicCache(config=model.config)
     padded = not bool(prompt_mask.all())
     position = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
@@ -166,20 +180,33 @@ def _prefill(model, prompt, prompt_mask, group_size: int, tap: _RouterTap) -> _S
         logits_to_keep=1,
         **{cache_argument(model): cache},
     ).logits[:, -1]
-    tap.take(None)
-    cache.batch_repeat_interleave(group_size)
-    rows = torch.arange(len(prompt) * group_size, device=prompt.device)
-    attention = prompt_mask.long().repeat_interleave(group_size, 0) if padded else None
+    cache.batch_select_indices(owner)
     return _State(
-        rows,
-        cache,
-        attention,
-        prompt_mask.sum(1).repeat_interleave(group_size),
-        logits.repeat_interleave(group_size, 0),
+        rows=torch.arange(len(owner), device=prompt.device),
+        cache=cache,
+        attention=prompt_mask.long()[owner] if padded else None,
+        position=prompt_mask.sum(1)[owner],
+        logits=logits[owner],
     )
 
 
-def _advance(model, state: _State, tokens: Tensor, alive: Tensor, tap: _RouterTap) -> None:
+def _feed(model, state: _State, tokens: Tensor) -> Tensor:
+    """Append tokens (rows, n) to what the model has read; returns logits (rows, n, V)."""
+    count = tokens.shape[1]
+    if state.attention is not None:
+        state.attention = torch.cat([state.attention, torch.ones_like(tokens)], 1)
+    logits = model(
+        tokens,
+        attention_mask=state.attention,
+        position_ids=state.position[:, None] + torch.arange(count, device=tokens.device),
+        use_cache=True,
+        **{cache_argument(model): state.cache},
+    ).logits
+    state.position = state.position + count
+    return logits
+
+
+def _advance(model, state: _State, tokens: Tensor, alive: Tensor) -> None:
     """Feed the sampled tokens of the rows that go on; drop the others from the batch."""
     if not bool(alive.all()):
         keep = alive.nonzero()[:, 0]
@@ -187,17 +214,7 @@ def _advance(model, state: _State, tokens: Tensor, alive: Tensor, tap: _RouterTa
         state.rows, state.position, tokens = state.rows[keep], state.position[keep], tokens[keep]
         if state.attention is not None:
             state.attention = state.attention[keep]
-    if state.attention is not None:
-        state.attention = torch.cat([state.attention, state.attention.new_ones(len(tokens), 1)], 1)
-    state.logits = model(
-        tokens[:, None],
-        attention_mask=state.attention,
-        position_ids=state.position[:, None],
-        use_cache=True,
-        **{cache_argument(model): state.cache},
-    ).logits[:, -1]
-    state.position = state.position + 1
-    tap.take(state.rows)
+    state.logits = _feed(model, state, tokens[:, None])[:, -1]
 
 
 class _RouterTap:
@@ -270,16 +287,17 @@ def select_rows(batch: Rollout, rows: Tensor) -> Rollout:
 
 
 def completion_logits(model: PreTrainedModel, batch: Rollout) -> Tensor:
-    """Logits (B, T, V) that score each completion token: prompt and completion in one pass."""
-    ids = torch.cat([batch.prompt, batch.tokens[:, :-1]], 1)
-    count = batch.tokens.shape[1]
-    if bool(batch.prompt_mask.all()):
-        return model(ids, use_cache=False, logits_to_keep=count).logits
-    mask = torch.cat([batch.prompt_mask, torch.ones_like(batch.mask[:, :-1])], 1).long()
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    return model(
-        ids, attention_mask=mask, position_ids=position, use_cache=False, logits_to_keep=count
-    ).logits
+    """Logits (B, T, V) that score each completion token, all in one pass.
+
+    As in sampling, the prompt of adjacent rows is read once and its cache serves them all; the
+    gradient flows back through it. Values at padding are arbitrary but finite.
+    """
+    known = batch.prompt.masked_fill(~batch.prompt_mask, -1)
+    prompts, owner = known.unique_consecutive(dim=0, return_inverse=True)
+    state = _prefill(model, prompts.clamp(min=0), prompts >= 0, owner)
+    if batch.tokens.shape[1] == 1:
+        return state.logits[:, None]
+    return torch.cat([state.logits[:, None], _feed(model, state, batch.tokens[:, :-1])], 1)
 
 
 def completion_logp(model: PreTrainedModel, batch: Rollout) -> Tensor:

@@ -321,11 +321,17 @@ class Trainer:
                 f"step {self.version + 1}: loss {loss}, gradient norm {norm}; nothing was applied"
             )
         self.updates += 1
-        rate = numerics.learning_rate * min(1.0, self.updates / max(1, numerics.warmup))
-        self._optimizer.param_groups[0]["lr"] = rate
+        self._optimizer.param_groups[0]["lr"] = self._learning_rate()
         if finite or numerics.nonfinite == "apply":
             self._optimizer.step()
         return norm, finite
+
+    def _learning_rate(self) -> float:
+        numerics, rate = self.config.numerics, self.config.numerics.learning_rate
+        rate *= min(1.0, self.updates / max(1, numerics.warmup))
+        if numerics.schedule == "linear":
+            rate *= max(0.1, 1 - self.version / self.config.steps)
+        return rate
 
     # Probes: exact distances on a few rows, before and after the update
 
@@ -416,14 +422,15 @@ class ExpertLoad:
 
     def __init__(self, model):
         self._routers = list(routers(model).values())
-        self._counts: list[Tensor] = []
+        self._counts: dict[torch.nn.Module, Tensor] = {}
 
     def __enter__(self) -> ExpertLoad:
         self._handles = [m.register_forward_hook(self._hook) for m in self._routers]
         return self
 
     def _hook(self, module, args, output) -> None:
-        self._counts.append(output[-1].flatten().bincount(minlength=len(module.weight)))
+        count = output[-1].flatten().bincount(minlength=len(module.weight))
+        self._counts[module] = self._counts.get(module, 0) + count
 
     def __exit__(self, *_) -> None:
         for handle in self._handles:
@@ -431,4 +438,4 @@ class ExpertLoad:
 
     def worst(self) -> float:
         """Load of the busiest expert over the mean load, in the worst layer."""
-        return max(float(c.max() / c.float().mean()) for c in self._counts)
+        return max(float(c.max() / c.float().mean()) for c in self._counts.values())

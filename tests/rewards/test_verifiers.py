@@ -43,7 +43,7 @@ def test_strict_and_the_one_with_a_hole(completion, strict, hole):
 
 def test_a_truncated_completion_has_no_final_answer():
     assert strict_answer("#85", "85", truncated=True) == Verdict(0, "truncated")
-    assert any_answer("#85#84", "85", truncated=True) == Verdict(1, "hedged")
+    assert any_answer("#85#84", "85", truncated=True) == Verdict(0, "truncated")
 
 
 text = st.text(alphabet="#85 ", max_size=12)

@@ -1,0 +1,74 @@
+"""The command `stablerl`: run · experiment."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, run the command, return its exit status.
+
+    0 done · 2 the arguments, a file or the disk stopped it, told in one line on stderr.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        return options.command(options)
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        print(f"stablerl {options.name}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stablerl",
+        description="Why a reinforcement-learning run of a language model breaks, and where.",
+    )
+    parser.add_argument("--version", action="version", version=f"stablerl {__version__}")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="command")
+    _add_run(commands)
+    _add_experiment(commands)
+    return parser
+
+
+def _add_run(commands) -> None:
+    run = commands.add_parser("run", help="train a small mixture of experts live, about a minute")
+    run.add_argument("--preset", default="mixtral-cpu", help="starting point (default %(default)s)")
+    run.add_argument("--task", default="sort", help="sort, add, or a reasoning-gym task")
+    run.add_argument("--verifier", default="strict", help="who pays: strict, any, math")
+    run.add_argument("--steps", type=int, default=200, help="default %(default)s")
+    run.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    run.add_argument("--learning-rate", type=float, default=5e-4, help="default %(default)s")
+    run.add_argument("--device", default="cpu", help="cpu, cuda, mps (default %(default)s)")
+    run.add_argument("--out", default="runs/run", help="folder for log, checkpoints and report")
+    run.add_argument("--resume", action="store_true", help="continue the run in --out")
+    run.set_defaults(command=_run)
+
+
+def _run(options) -> int:
+    from .training.report import run_with_report
+
+    return run_with_report(options)
+
+
+def _add_experiment(commands) -> None:
+    experiment = commands.add_parser(
+        "experiment", help="repeat a chapter's experiment over seeds into results/"
+    )
+    experiment.add_argument("experiment", nargs="?", help="its name; none lists them all")
+    experiment.add_argument("--seeds", type=int, default=5, help="runs an arm (default 5)")
+    experiment.add_argument("--out", default="results", help="folder (default %(default)s)")
+    experiment.set_defaults(command=_experiment)
+
+
+def _experiment(options) -> int:
+    from .experiments import run_from_command_line
+
+    return run_from_command_line(options.experiment, options.seeds, options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""One short module a chapter: its arms and its prediction; run live with one seed, or repeated."""
+
+import shlex
+import sys
+from pathlib import Path
+
+from . import opening
+from .experiment import Experiment
+from .results import Interval, Results, interval, load, results_folder
+
+EXPERIMENTS = {e.name: e for e in opening.ALL}
+
+__all__ = [
+    "EXPERIMENTS",
+    "Experiment",
+    "Interval",
+    "Results",
+    "interval",
+    "load",
+    "results_folder",
+]
+
+
+def run_from_command_line(name: str | None, seeds: int, out: str) -> int:
+    """`stablerl experiment NAME`: repeat it over seeds, or list the experiments."""
+    if name is None:
+        for experiment in EXPERIMENTS.values():
+            print(f"{experiment.name:16} arms: {', '.join(experiment.arms)}")
+        return 0
+    if name not in EXPERIMENTS:
+        raise ValueError(f"experiment={name!r} is unknown; known: {', '.join(EXPERIMENTS)}")
+    if seeds < 1:
+        raise ValueError(f"--seeds {seeds}: must be ≥ 1")
+    command = shlex.join(["stablerl", *sys.argv[1:]])
+    print(EXPERIMENTS[name].repeat(seeds, Path(out), command))
+    return 0

@@ -1,0 +1,79 @@
+"""An experiment: its arms, its prediction, one live run of it, or many into a results file."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from ..training import Trainer, TrainerConfig, provenance
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A comparison: named arms, each a configuration, and what was predicted before it ran.
+
+    `log_every` thins the rows that go into the results file; rows with a held-out accuracy are
+    always kept.
+    """
+
+    name: str
+    prediction: str
+    arms: Mapping[str, TrainerConfig]
+    log_every: int = 5
+
+    def trainer(self, arm: str, seed: int = 0) -> Trainer:
+        """The trainer of one arm and seed, ready to run live."""
+        if arm not in self.arms:
+            raise ValueError(f"arm={arm!r} is not in {self.name}; arms: {', '.join(self.arms)}")
+        return Trainer(replace(self.arms[arm], seed=seed))
+
+    def repeat(self, seeds: int, folder: Path, command: str) -> Path:
+        """Run every arm with seeds 0 … seeds−1, one process a core, into `<folder>/<name>.json`.
+
+        The file is rewritten as each run ends, so an interruption keeps what was finished.
+        """
+        path, started = folder / f"{self.name}.json", time.perf_counter()
+        folder.mkdir(parents=True, exist_ok=True)
+        runs: dict[str, dict[str, list]] = {arm: {} for arm in self.arms}
+        made = provenance() | {"command": command}
+        for arm, seed, rows in tqdm(self._finished(seeds), total=seeds * len(self.arms)):
+            runs[arm][str(seed)] = rows
+            made["seconds"] = round(time.perf_counter() - started)
+            record = {"name": self.name, "prediction": self.prediction, "made": made}
+            ordered = {a: dict(sorted(of.items(), key=lambda x: int(x[0]))) for a, of in runs.items()}
+            aside = path.with_suffix(".tmp")
+            aside.write_text(json.dumps(record | {"runs": ordered}) + "\n")
+            os.replace(aside, path)
+        return path
+
+    def _finished(self, seeds: int) -> Iterator[tuple[str, int, list[dict]]]:
+        """Runs in the order they end. Fresh processes: torch's threads do not survive a fork."""
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(os.cpu_count(), context, torch.set_num_threads, (1,)) as pool:
+            jobs = {
+                pool.submit(_rows, self, arm, seed): (arm, seed)
+                for seed in range(seeds)
+                for arm in self.arms
+            }
+            for job in as_completed(jobs):
+                yield *jobs[job], job.result()
+
+
+def _rows(experiment: Experiment, arm: str, seed: int) -> list[dict]:
+    """The thinned rows of one run, numbers to four significant digits."""
+    log = experiment.trainer(arm, seed).run(progress=False)
+    kept = [
+        row
+        for row in log
+        if row["step"] % experiment.log_every == 0 or row["step"] == 1 or "heldout_accuracy" in row
+    ]
+    return [{k: float(f"{v:.4g}") if k != "step" else v for k, v in r.items()} for r in kept]

@@ -1,0 +1,117 @@
+"""Reading repeated experiments: their curves over seeds, and intervals for what is claimed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from ..runlog import SIGNALS
+
+# Two-sided 95 % points of Student's t for 1 … 30 degrees of freedom.
+T95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Mean of n seeds with its 95 % confidence interval (Student's t); NaN bounds for one seed."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """95 % interval of the mean of independent runs. Raises `ValueError` without a value."""
+    n = len(values)
+    if n == 0:
+        raise ValueError("values is empty: an interval needs at least one run")
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Interval(mean, math.nan, math.nan, 1)
+    spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    half = T95[min(n - 1, len(T95)) - 1] * spread
+    return Interval(mean, mean - half, mean + half, n)
+
+
+@dataclass(frozen=True)
+class Results:
+    """A results file: the experiment's name and prediction, how it was made, and its runs.
+
+    `runs[arm][seed]` is the list of logged rows of one run, as in a `RunLog`.
+    """
+
+    name: str
+    prediction: str
+    made: dict
+    runs: dict[str, dict[str, list[dict]]]
+
+    @property
+    def arms(self) -> list[str]:
+        return list(self.runs)
+
+    def final(self, arm: str, signal: str, last: int = 3) -> Interval:
+        """Interval over seeds of a signal's end: the mean of its last few measurements."""
+        return interval([_end(rows, signal, last) for rows in self._runs(arm)])
+
+    def difference(self, arm: str, other: str, signal: str, last: int = 3) -> Interval:
+        """Interval of arm − other, paired by seed, of a signal's end."""
+        shared = self.runs[arm].keys() & self.runs[other].keys()
+        ends = [
+            _end(self.runs[arm][s], signal, last) - _end(self.runs[other][s], signal, last)
+            for s in sorted(shared)
+        ]
+        return interval(ends)
+
+    def band(self, arm: str, signal: str) -> tuple[list[int], list[Interval]]:
+        """Steps at which every seed has the signal, and its interval over seeds at each."""
+        if signal not in SIGNALS:
+            raise ValueError(f"signal={signal!r} is unknown; known: {', '.join(SIGNALS)}")
+        series = [{r["step"]: r[signal] for r in rows if signal in r} for rows in self._runs(arm)]
+        steps = sorted(set.intersection(*(set(s) for s in series)))
+        return steps, [interval([s[step] for s in series]) for step in steps]
+
+    def _runs(self, arm: str) -> list[list[dict]]:
+        if arm not in self.runs:
+            raise ValueError(f"arm={arm!r} is not in {self.name}; arms: {', '.join(self.runs)}")
+        return list(self.runs[arm].values())
+
+
+def _end(rows: list[dict], signal: str, last: int) -> float:
+    values = [r[signal] for r in rows if signal in r][-last:]
+    if not values:
+        raise ValueError(f"signal={signal!r} was never measured in this run")
+    return math.fsum(values) / len(values)
+
+
+def results_folder() -> Path:
+    """`results/` of the clone, or the copy that an installed package carries."""
+    clone = Path(__file__).parents[2] / "results"
+    return clone if clone.is_dir() else Path(str(files("stablerl_core.results")))
+
+
+def load(name: str, scale: str | None = None) -> Results:
+    """Read `results/<name>.json`, or `results/gpu/<name>.json` when the scale is `gpu`.
+
+    `scale` None takes the environment variable `SCALE`, else `cpu`. Raises `FileNotFoundError`
+    with the command that makes the file.
+    """
+    scale = scale or os.environ.get("SCALE", "cpu")
+    path = results_folder() / ("gpu" if scale == "gpu" else "") / f"{name}.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no repeated runs at {path}; make them with: stablerl experiment {name} --seeds 5"
+        )
+    return Results(**json.loads(path.read_text()))
