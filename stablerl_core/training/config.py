@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from math import inf
+
+from ..policy import OBJECTIVES
 
 PRECISIONS = ("float32", "bfloat16", "float16", "float8_e4m3", "int4")
 
@@ -63,6 +66,20 @@ class PolicyConfig:
         for name in ("epochs", "minibatches"):
             value = getattr(self, name)
             _require(value >= 1, f"policy.{name}={value}: must be ≥ 1")
+        for name, known in (
+            ("objective", tuple(OBJECTIVES)),
+            ("scale", ("std", "none", "batch")),
+            ("aggregation", ("token", "sequence", "constant")),
+            ("kl_estimator", ("k1", "k2", "k3", "unbiased")),
+        ):
+            value = getattr(self, name)
+            _require(value in known, f"policy.{name}={value!r}: one of {known}")
+        for name in ("clip_low", "clip_high", "top_k"):
+            value = getattr(self, name)
+            _require(value >= 0, f"policy.{name}={value}: must be ≥ 0")
+        heat, mass = self.temperature, self.top_p
+        _require(0 < heat < inf, f"policy.temperature={heat}: must be > 0 and finite")
+        _require(0 < mass <= 1, f"policy.top_p={mass}: must lie in (0, 1]")
         _require(self.kl_coef >= 0, f"policy.kl_coef={self.kl_coef}: must be ≥ 0")
 
 
@@ -90,7 +107,10 @@ class NumericsConfig:
 
     def __post_init__(self):
         rate, norm = self.learning_rate, self.max_grad_norm
-        _require(rate >= 0, f"numerics.learning_rate={rate}: must be ≥ 0")
+        _require(0 <= rate < inf, f"numerics.learning_rate={rate}: must be ≥ 0 and finite")
+        for name in ("warmup", "micro_batch"):
+            value = getattr(self, name)
+            _require(value >= 0, f"numerics.{name}={value}: must be ≥ 0")
         _require(norm > 0, f"numerics.max_grad_norm={norm}: must be > 0 (inf turns it off)")
         known = ("constant", "linear")
         _require(self.schedule in known, f"numerics.schedule={self.schedule!r}: one of {known}")
@@ -171,11 +191,13 @@ class TrainerConfig:
 
     @classmethod
     def from_json(cls, text: str) -> TrainerConfig:
-        values = json.loads(text)
-        for name, group in GROUPS.items():
-            options = {
-                f.name: tuple(v) if isinstance(v := values[name][f.name], list) else v
-                for f in fields(group)
-            }
-            values[name] = group(**options)
-        return cls(**values)
+        """The configuration of a run log's header. Raises `ValueError` for any other text."""
+        try:
+            values = json.loads(text)
+            for name, group in GROUPS.items():
+                values[name] = group(
+                    **{k: tuple(v) if isinstance(v, list) else v for k, v in values[name].items()}
+                )
+            return cls(**values)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"text is no configuration of this version ({error!r})") from error
