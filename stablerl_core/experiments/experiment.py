@@ -49,7 +49,9 @@ class Experiment:
             runs[arm][str(seed)] = rows
             made["seconds"] = round(time.perf_counter() - started)
             record = {"name": self.name, "prediction": self.prediction, "made": made}
-            ordered = {a: dict(sorted(of.items(), key=lambda x: int(x[0]))) for a, of in runs.items()}
+            ordered = {
+                a: dict(sorted(of.items(), key=lambda x: int(x[0]))) for a, of in runs.items()
+            }
             aside = path.with_suffix(".tmp")
             aside.write_text(json.dumps(record | {"runs": ordered}) + "\n")
             os.replace(aside, path)

@@ -78,9 +78,7 @@ def mismatch_report(
         ess_seq=_ess(sums),
         extreme=float((delta.abs() > torch.tensor(tau).double().log()).double().mean()),
         pearson=_pearson((mu + delta).exp(), mu.exp()),
-        bins=tuple(
-            _bin(low, high, mu.exp().clamp(max=1), delta) for low, high in pairwise(BINS)
-        ),
+        bins=tuple(_bin(low, high, mu.exp().clamp(max=1), delta) for low, high in pairwise(BINS)),
     )
 
 
