@@ -23,7 +23,8 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], facts: 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"checkpoint-{step:06d}.safetensors"
     aside = path.with_suffix(".tmp")
-    whole = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    # Copies: safetensors refuses tensors that share memory, as tied embeddings do.
+    whole = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
     try:
         save_file(whole, aside, metadata={"facts": json.dumps(facts)})
         os.replace(aside, path)
