@@ -29,7 +29,9 @@ SIGNALS: dict[str, Signal] = {
     "length": Signal(1, "tokens", "mean completion length, the end token included"),
     "truncated": Signal(1, "share", "completions cut at the token limit"),
     "zero_variance_groups": Signal(1, "share", "groups whose rewards are all equal: no gradient"),
-    "solved_groups": Signal(1, "share", "zero-variance groups at the highest reward seen"),
+    "solved_groups": Signal(
+        1, "share", "zero-variance groups at the step's highest reward, if above 0"
+    ),
     "kl_ref": Signal(2, "nats/token", "exact KL(policy ‖ reference), mean over sampled positions"),
     "kl_step": Signal(
         2, "nats/token", "exact KL(before ‖ after) of this step's updates, mean over positions"

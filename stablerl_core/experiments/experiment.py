@@ -70,6 +70,10 @@ class Experiment:
                 yield *jobs[job], job.result()
 
 
+def _seed(item: tuple[str, list]) -> int:
+    return int(item[0])
+
+
 def _rows(experiment: Experiment, arm: str, seed: int) -> list[dict]:
     """The thinned rows of one run, numbers to four significant digits."""
     log = experiment.trainer(arm, seed).run(progress=False)

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import random
+import string
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,13 +51,13 @@ class Recipe:
         return f"{self.preset}-{self.task}"
 
 
-CHAIN_SUM = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+WORDS = dict(min_word_len=4, max_word_len=5)
 RECIPES = {
     r.name: r
     for r in (
         Recipe(task="sort", steps=80),
-        Recipe(task="add", steps=320),
-        Recipe(task="chain_sum", steps=150, task_options=CHAIN_SUM),
+        Recipe(task="add", steps=700),
+        Recipe(task="spell_backward", steps=180, batch=128, task_options=WORDS),
     )
 }
 
@@ -71,11 +72,11 @@ def demonstration(problem: Problem, recipe: Recipe, rng: random.Random) -> str:
 
 
 def _corrupt(gold: str, rng: random.Random) -> str:
-    """The answer with one digit changed."""
-    places = [i for i, c in enumerate(gold) if c.isdigit()]
+    """The answer with one digit replaced by another, or one letter where it has no digits."""
+    places = [i for i, c in enumerate(gold) if c.isdigit()] or range(len(gold))
     i = rng.choice(places)
-    digit = rng.choice([d for d in "0123456789" if d != gold[i]])
-    return gold[:i] + digit + gold[i + 1 :]
+    others = string.digits if gold[i].isdigit() else string.ascii_lowercase
+    return gold[:i] + rng.choice([c for c in others if c != gold[i]]) + gold[i + 1 :]
 
 
 def train_base(recipe: Recipe, progress: bool = True):
@@ -181,6 +182,7 @@ def build(recipe: Recipe, write: bool) -> bool:
     if write:
         ASSETS.mkdir(parents=True, exist_ok=True)
         save_file(state, path)
+        path.chmod(0o644)
         card.write_text(json.dumps(facts | {"torch": torch.__version__}, indent=1) + "\n")
     shipped = json.loads(card.read_text())
     same = shipped["sha256"] == facts["sha256"]

@@ -292,12 +292,23 @@ def completion_logits(model: PreTrainedModel, batch: Rollout) -> Tensor:
     As in sampling, the prompt of adjacent rows is read once and its cache serves them all; the
     gradient flows back through it. Values at padding are arbitrary but finite.
     """
-    known = batch.prompt.masked_fill(~batch.prompt_mask, -1)
-    prompts, owner = known.unique_consecutive(dim=0, return_inverse=True)
+    prompts, owner = _distinct_prompts(batch)
     state = _prefill(model, prompts.clamp(min=0), prompts >= 0, owner)
     if batch.tokens.shape[1] == 1:
         return state.logits[:, None]
     return torch.cat([state.logits[:, None], _feed(model, state, batch.tokens[:, :-1])], 1)
+
+
+def _distinct_prompts(batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Prompts (P, S), −1 at padding, without repeats of a neighbour; and the prompt of each row."""
+    known = batch.prompt.masked_fill(~batch.prompt_mask, -1)
+    return known.unique_consecutive(dim=0, return_inverse=True)
+
+
+def fed_positions(batch: Rollout) -> Tensor:
+    """Bool, flat: which of the positions `completion_logits` feeds, in its order, hold a token."""
+    prompts, _ = _distinct_prompts(batch)
+    return torch.cat([(prompts >= 0).flatten(), batch.mask[:, 1:].flatten()])
 
 
 def completion_logp(model: PreTrainedModel, batch: Rollout) -> Tensor:

@@ -40,6 +40,7 @@ from .rollout import (
     completion_logp,
     decode_completions,
     encode_prompts,
+    fed_positions,
     rollout,
     select_rows,
 )
@@ -69,6 +70,7 @@ class Trainer:
     ):
         config = config or TrainerConfig()
         data, system = config.data, config.system
+        _check_device(system.device)
         self.config = config
         self.task = task or task_by_name(data.task, data.task_options)
         self.reward = reward or reward_by_name(data.verifier)
@@ -86,15 +88,14 @@ class Trainer:
             fused=True,
         )
         self._out = None if config.out is None else Path(config.out)
-        if self._out is not None and (self._out / LOG).exists():
+        log = None if self._out is None else self._out / LOG
+        if log and log.exists() and log.stat().st_size:
             raise ValueError(
                 f"out={config.out!r} already holds a run: continue it with "
                 "Trainer.resume(out), or choose another folder"
             )
-        self.log = RunLog(
-            self._out and self._out / LOG,
-            {"config": config.to_json(), "provenance": provenance()},
-        )
+        header = {"config": config.to_json(), "provenance": provenance()}
+        self.log = RunLog(log, header)
         self._sync(0)
         self._record({"step": 0, "heldout_accuracy": self.evaluate(0)})
 
@@ -104,14 +105,22 @@ class Trainer:
     ) -> Trainer:
         """Continue the run in folder `out` from its newest checkpoint, with its configuration.
 
-        Steps that the log already holds are computed again, identically, and not logged twice.
-        Raises as `load_checkpoint` does; a run killed before its first checkpoint starts anew.
+        Steps that the log already holds are computed again, identically, and not logged twice;
+        before the first checkpoint that is all of them. Raises `ValueError` for a log without a
+        header and for a damaged checkpoint, `FileNotFoundError` where there is no log.
         """
         log = RunLog.read(Path(out) / LOG)
+        if "config" not in log.header:
+            raise ValueError(f"{log.path} has no header; delete the folder and start the run anew")
         config = TrainerConfig.from_json(log.header["config"])
-        tensors, facts = load_checkpoint(Path(out))
         trainer = cls(replace(config, out=None), task=task, reward=reward)
+        for row in trainer.log:
+            log.append(row)
         trainer.config, trainer._out, trainer.log = config, Path(out), log
+        try:
+            tensors, facts = load_checkpoint(Path(out))
+        except FileNotFoundError:
+            return trainer
         for model, prefix in ((trainer.model, "model."), (trainer.sampler, "sampler.")):
             own = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
             if own:
@@ -134,7 +143,8 @@ class Trainer:
         silent when `TQDM_DISABLE` is set.
         """
         steps = self.config.steps if steps is None else steps
-        bar = tqdm(total=steps, initial=self.version, desc="GRPO", disable=not progress or None)
+        start = self.version
+        bar = tqdm(total=steps, initial=start, desc="GRPO", disable=not progress or None)
         with bar:
             while self.version < steps:
                 row = self.step()
@@ -145,6 +155,8 @@ class Trainer:
                 bar.update()
                 if on_step is not None:
                     on_step(row)
+        if self._out and self.version > start and not self._due(self.config.checkpoint_every):
+            self.save()
         return self.log
 
     def step(self) -> dict:
@@ -158,13 +170,17 @@ class Trainer:
         if probe is not None:
             row |= self._after(probe)
         self._sync(n)
-        if n % self.config.data.eval_every == 0 or n == self.config.steps:
+        finite = all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
+        if finite and self._due(self.config.data.eval_every):  # a policy of NaN answers nothing
             row["heldout_accuracy"] = self.evaluate(n)
         row["seconds"] = time.perf_counter() - started
         self._record(row)
-        if self._out and (n % self.config.checkpoint_every == 0 or n == self.config.steps):
+        if self._out and self._due(self.config.checkpoint_every):
             self.save()
         return row
+
+    def _due(self, every: int) -> bool:
+        return self.version % every == 0 or self.version == self.config.steps
 
     # Layer 1: what was sampled and what it is worth
 
@@ -197,7 +213,8 @@ class Trainer:
         rewards = self._judge(batch, repeated)
         advantages = group_advantages(rewards, data.group_size, scale=policy.scale)
         flat = (advantages.view(-1, data.group_size) == 0).all(1)
-        solved = flat & (rewards.view(-1, data.group_size)[:, 0] >= rewards.max())
+        first = rewards.view(-1, data.group_size)[:, 0]
+        solved = flat & (first >= rewards.max()) & (first > 0)
         row = {
             "step": n,
             "reward": float(rewards.mean()),
@@ -212,7 +229,13 @@ class Trainer:
 
     def _judge(self, batch: Rollout, problems: list[Problem]) -> Tensor:
         texts, cut = decode_completions(self.tokenizer, batch), (~batch.finished).tolist()
-        rewards = torch.as_tensor([float(r) for r in self.reward(texts, problems, cut)])
+        returned = self.reward(texts, problems, cut)
+        try:
+            rewards = torch.as_tensor([float(r) for r in returned])
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(
+                f"reward function returned {returned!r:.80}; expected one number a completion"
+            ) from error
         if rewards.shape != (len(texts),):
             raise ValueError(
                 f"reward function returned {len(rewards)} rewards for {len(texts)} completions"
@@ -345,7 +368,7 @@ class Trainer:
             "piece": piece,
             "logits": logits,
             "weights": [p.clone() for p in self.model.parameters()],
-            "expert_load_max": load.worst(),
+            "expert_load_max": load.worst(fed_positions(piece)),
         }
 
     @torch.no_grad()
@@ -404,6 +427,14 @@ class _Update:
     diagnostics: list[ObjectiveDiagnostics]
 
 
+def _check_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).split("\n")[0]
+        raise ValueError(f"system.device={name!r} cannot be used here ({why})") from error
+
+
 def _gap(logp: Tensor, piece: Rollout) -> dict:
     """Layer 4 signals of the rows; empty when a value is not finite, which layer 3 reports."""
     logp = logp.detach()
@@ -418,24 +449,29 @@ def _gap(logp: Tensor, piece: Rollout) -> dict:
 
 
 class ExpertLoad:
-    """Counts, while it is entered, how many tokens each expert of each layer receives."""
+    """Records, while it is entered, the experts that every layer chooses for every position."""
 
     def __init__(self, model):
-        self._routers = list(routers(model).values())
-        self._counts: dict[torch.nn.Module, Tensor] = {}
+        self._chosen: dict[torch.nn.Module, list[Tensor]] = {m: [] for m in routers(model).values()}
 
     def __enter__(self) -> ExpertLoad:
-        self._handles = [m.register_forward_hook(self._hook) for m in self._routers]
+        self._handles = [m.register_forward_hook(self._hook) for m in self._chosen]
         return self
 
     def _hook(self, module, args, output) -> None:
-        count = output[-1].flatten().bincount(minlength=len(module.weight))
-        self._counts[module] = self._counts.get(module, 0) + count
+        self._chosen[module].append(output[-1])
 
     def __exit__(self, *_) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def worst(self) -> float:
-        """Load of the busiest expert over the mean load, in the worst layer."""
-        return max(float(c.max() / c.float().mean()) for c in self._counts.values())
+    def worst(self, counted: Tensor) -> float:
+        """Load of the busiest expert over the mean load, in the worst layer.
+
+        `counted` (positions,) bool leaves out padding, which is routed too.
+        """
+        loads = [
+            torch.cat(chosen)[counted].flatten().bincount(minlength=len(module.weight)).float()
+            for module, chosen in self._chosen.items()
+        ]
+        return max(float(load.max() / load.mean()) for load in loads)
