@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from math import inf
 from pathlib import Path
 
 import torch
@@ -39,13 +40,14 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], facts: 
     return path
 
 
-def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict]:
-    """The newest checkpoint of a folder: (tensors, facts).
+def load_checkpoint(folder: Path, at_most: float = inf) -> tuple[dict[str, Tensor], dict]:
+    """The newest checkpoint of a folder, of step `at_most` or before: (tensors, facts).
 
     Raises `FileNotFoundError` when there is none and `ValueError`, naming the file and the
     remedy, when it is truncated or corrupt.
     """
     paths = sorted(Path(folder).glob("checkpoint-*.safetensors"))
+    paths = [path for path in paths if int(path.stem.rpartition("-")[2]) <= at_most]
     if not paths:
         raise FileNotFoundError(f"out={str(folder)!r} holds no checkpoint; start the run anew")
     try:

@@ -118,7 +118,7 @@ class Trainer:
             log.append(row)
         trainer.config, trainer._out, trainer.log = config, Path(out), log
         try:
-            tensors, facts = load_checkpoint(Path(out))
+            tensors, facts = load_checkpoint(Path(out), at_most=log.rows[-1]["step"])
         except FileNotFoundError:
             return trainer
         for model, prefix in ((trainer.model, "model."), (trainer.sampler, "sampler.")):
@@ -232,7 +232,7 @@ class Trainer:
         returned = self.reward(texts, problems, cut)
         try:
             rewards = torch.as_tensor([float(r) for r in returned])
-        except (TypeError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"reward function returned {returned!r:.80}; expected one number a completion"
             ) from error

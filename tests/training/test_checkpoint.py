@@ -47,6 +47,20 @@ def test_the_two_newest_stay_and_the_newest_is_read(tmp_path):
     assert torch.equal(tensors["model.a"], some_tensors(1_000_000)["model.a"])
 
 
+def test_a_checkpoint_newer_than_the_log_is_passed_over(tmp_path):
+    """After a power failure the log may lack its last rows; from there they are computed again."""
+    for step in (2, 4):
+        save_checkpoint(tmp_path, step, some_tensors(), {"version": step})
+    assert [load_checkpoint(tmp_path, at_most=n)[1]["version"] for n in (2, 3, 4, 9)] == [
+        2,
+        2,
+        4,
+        4,
+    ]
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(tmp_path, at_most=1)
+
+
 def test_tensors_that_share_memory_are_saved_too(tmp_path):
     """Tied embeddings are one tensor under two names."""
     whole = torch.arange(6.0)
