@@ -6,6 +6,7 @@ from pathlib import Path
 
 from . import opening
 from .experiment import Experiment
+from .figures import draw_band, small_multiples
 from .results import Interval, Results, interval, load, results_folder
 
 EXPERIMENTS = {e.name: e for e in opening.ALL}
@@ -15,9 +16,11 @@ __all__ = [
     "Experiment",
     "Interval",
     "Results",
+    "draw_band",
     "interval",
     "load",
     "results_folder",
+    "small_multiples",
 ]
 
 

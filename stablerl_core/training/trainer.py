@@ -249,6 +249,11 @@ class Trainer:
             )
         return rewards
 
+    def answer(self, problems: list[Problem]) -> list[str]:
+        """One completion of each problem, sampled at temperature 1 from the trainer's weights."""
+        batch = self._sample(self.model, problems, self.version, 2, 1, Sampling())
+        return decode_completions(self.tokenizer, batch)
+
     def evaluate(self, n: int = 0) -> float:
         """Share of held-out problems answered right by one sample each at temperature 1.
 
