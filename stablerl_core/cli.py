@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -12,14 +13,20 @@ from . import __version__
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run the command, return its exit status.
 
-    0 done · 2 the arguments, a file or the disk stopped it, told in one line on stderr.
+    0 done · 2 the arguments, a file or the disk stopped it, told in one line on stderr · 130 it
+    was interrupted from the keyboard.
     """
-    options = _parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = _parser().parse_args(arguments)
+    options.command_line = shlex.join(["stablerl", *arguments])
     try:
         return options.command(options)
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print(f"stablerl {options.name}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"\nstablerl {options.name}: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,7 +46,7 @@ def _add_run(commands) -> None:
     run.add_argument("--preset", default="mixtral-cpu", help="starting point (default %(default)s)")
     run.add_argument("--task", default="sort", help="sort, add, or a reasoning-gym task")
     run.add_argument("--verifier", default="strict", help="who pays: strict, any, math")
-    run.add_argument("--steps", type=int, default=200, help="default %(default)s")
+    run.add_argument("--steps", type=int, help="default 200; with --resume those of the run")
     run.add_argument("--seed", type=int, default=0, help="default %(default)s")
     run.add_argument("--learning-rate", type=float, default=5e-4, help="default %(default)s")
     run.add_argument("--device", default="cpu", help="cpu, cuda, mps (default %(default)s)")

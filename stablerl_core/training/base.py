@@ -147,7 +147,8 @@ def load_base(name: str, device: str | torch.device = "cpu"):
     try:
         model.load_state_dict(load_file(path))
     except (SafetensorError, RuntimeError, OSError) as error:
-        raise ValueError(f"{path} is damaged ({error}); rebuild it with: make base") from error
+        why = str(error).split("\n")[0]
+        raise ValueError(f"{path} is damaged ({why}); rebuild it with: make base") from error
     return model.to(device), tokenizer
 
 

@@ -16,6 +16,7 @@ def draw_curves(runs: Mapping[str, Iterable[Mapping]] | Iterable[Mapping], axes=
     import matplotlib.pyplot as plt
 
     runs = runs if isinstance(runs, Mapping) else {"": runs}
+    runs = {name: list(rows) for name, rows in runs.items()}  # read once, drawn eight times
     if axes is None:
         _, grid = plt.subplots(2, 2, figsize=(11, 6.4), layout="constrained")
         axes = grid.flat

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
 
 from ..four_curves import to_html
@@ -19,10 +17,11 @@ def run_with_report(options: argparse.Namespace) -> int:
     """Train as the options of `stablerl run` say, then print the table and write the page."""
     out = Path(options.out)
     trainer = Trainer.resume(out) if options.resume else Trainer(_config(options))
-    log = trainer.run(max(options.steps, trainer.version) if options.resume else None)
+    log = trainer.run(options.steps)
     print(signal_table(log))
+    facts = {"command": options.command_line} | _facts(log)
     page = out / "report.html"
-    page.write_text(to_html(log.rows, "A GRPO run of a small mixture of experts", _facts(log)))
+    page.write_text(to_html(log.rows, "A GRPO run of a small mixture of experts", facts))
     print(f"\nlog     {out / 'run.jsonl'}\nreport  {page}")
     return 0
 
@@ -30,7 +29,7 @@ def run_with_report(options: argparse.Namespace) -> int:
 def _config(options: argparse.Namespace) -> TrainerConfig:
     return TrainerConfig(
         base=options.preset,
-        steps=options.steps,
+        steps=TrainerConfig.steps if options.steps is None else options.steps,
         seed=options.seed,
         out=options.out,
         data=DataConfig(task=options.task, verifier=options.verifier),
@@ -42,7 +41,6 @@ def _config(options: argparse.Namespace) -> TrainerConfig:
 def _facts(log: RunLog) -> dict:
     seconds = sum(log.series("seconds")[1])
     return {
-        "command": shlex.join(["stablerl", *sys.argv[1:]]),
         "steps": log.rows[-1]["step"],
         "training time": f"{seconds:.0f} s",
         **log.header["provenance"],
