@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from ..runlog import SIGNALS
@@ -98,8 +97,10 @@ def _end(rows: list[dict], signal: str, last: int) -> float:
 
 def results_folder() -> Path:
     """`results/` of the clone, or the copy that an installed package carries."""
-    clone = Path(__file__).parents[2] / "results"
-    return clone if clone.is_dir() else Path(str(files("stablerl_core.results")))
+    package = Path(__file__).parents[1]
+    return (
+        package.parent if (package.parent / "pyproject.toml").is_file() else package
+    ) / "results"
 
 
 def load(name: str, scale: str | None = None) -> Results:
