@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,27 +14,39 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from ..training import Trainer, TrainerConfig, provenance
+from ..training import RunLog, Trainer, TrainerConfig, provenance
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A comparison: named arms, each a configuration, and what was predicted before it ran.
+    """A comparison: named arms, and what was predicted before they ran.
 
+    An arm is a sequence of phases, configurations of one and the same run: each is in force up
+    to its own `steps`. Phases differ in the settings that a team changes while it trains.
     `log_every` thins the rows that go into the results file; rows with a held-out accuracy are
     always kept.
     """
 
     name: str
     prediction: str
-    arms: Mapping[str, TrainerConfig]
+    arms: Mapping[str, Sequence[TrainerConfig]]
     log_every: int = 5
 
     def trainer(self, arm: str, seed: int = 0) -> Trainer:
-        """The trainer of one arm and seed, ready to run live."""
+        """The trainer of one arm and seed, at the start of its first phase."""
         if arm not in self.arms:
             raise ValueError(f"arm={arm!r} is not in {self.name}; arms: {', '.join(self.arms)}")
-        return Trainer(replace(self.arms[arm], seed=seed))
+        return Trainer(replace(self.arms[arm][0], seed=seed))
+
+    def train(self, arm: str, trainer: Trainer, steps: int | None = None, **options) -> RunLog:
+        """Run the trainer through the phases of the arm, at most to step `steps`.
+
+        `options` go to `Trainer.run`. Returns the log.
+        """
+        for phase in self.arms[arm]:
+            trainer.config = replace(phase, seed=trainer.config.seed)
+            trainer.run(min(phase.steps, steps or phase.steps), **options)
+        return trainer.log
 
     def repeat(self, seeds: int, folder: Path, command: str) -> Path:
         """Run every arm with seeds 0 … seeds−1, one process a core, into `<folder>/<name>.json`.
@@ -76,7 +88,7 @@ def _seed(item: tuple[str, list]) -> int:
 
 def _rows(experiment: Experiment, arm: str, seed: int) -> list[dict]:
     """The thinned rows of one run, numbers to four significant digits."""
-    log = experiment.trainer(arm, seed).run(progress=False)
+    log = experiment.train(arm, experiment.trainer(arm, seed), progress=False)
     kept = [
         row
         for row in log

@@ -34,12 +34,13 @@ def _arm(
     rate: float = RATE,
     updates: int = 1,
     max_grad_norm: float = math.inf,
+    steps: int = 120,
     system: SystemConfig | None = None,
 ) -> TrainerConfig:
     """A small, short run: 16 prompts of 8 completions for 120 steps, six to fifteen seconds."""
     passes = math.isqrt(updates)
     return TrainerConfig(
-        steps=120,
+        steps=steps,
         data=DataConfig(verifier=verifier, prompts=16, max_new_tokens=32),
         policy=PolicyConfig(epochs=passes, minibatches=passes),
         numerics=NumericsConfig(learning_rate=rate, max_grad_norm=max_grad_norm),
@@ -65,7 +66,7 @@ LEARNS = Experiment(
     name="learns",
     prediction="""The default run: from the shipped base, held-out accuracy reaches 0.9 in every
 seed, in under a minute on two cores.""",
-    arms={"default": TrainerConfig(steps=200)},
+    arms={"default": (TrainerConfig(steps=200),)},
 )
 
 ALL = (OPENING, LEARNS)

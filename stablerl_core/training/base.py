@@ -87,7 +87,8 @@ def train_base(recipe: Recipe, progress: bool = True):
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
-    for step in trange(recipe.steps, desc=f"base {recipe.name}", disable=not progress or None):
+    silent = {} if progress else {"disable": True}  # absent, TQDM_DISABLE decides
+    for step in trange(recipe.steps, desc=f"base {recipe.name}", **silent):
         rate = min(1.0, (step + 1) / 10) * min(1.0, 5 * (1 - step / recipe.steps))
         optimizer.param_groups[0]["lr"] = recipe.learning_rate * rate
         problems = task.sample("train", recipe.batch, seed=step)

@@ -144,7 +144,8 @@ class Trainer:
         """
         steps = self.config.steps if steps is None else steps
         start = self.version
-        bar = tqdm(total=steps, initial=start, desc="GRPO", disable=not progress or None)
+        silent = {} if progress else {"disable": True}  # absent, TQDM_DISABLE decides
+        bar = tqdm(total=steps, initial=start, desc="GRPO", **silent)
         with bar:
             while self.version < steps:
                 row = self.step()
