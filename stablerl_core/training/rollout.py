@@ -98,8 +98,7 @@ class _State:
 
     rows: Tensor  # index into the full batch
     cache: DynamicCache
-    attention: Tensor | None  # None when no prompt is padded
-    position: Tensor  # position id of the next token
+    attention: Tensor | None  # (rows, tokens read so far), None when no prompt is padded
     logits: Tensor  # (rows, V) of the next token
 
 
@@ -170,40 +169,40 @@ def rollout(
 def _prefill(model, prompt: Tensor, prompt_mask: Tensor, owner: Tensor) -> _State:
     """Read each prompt once; row i goes on from prompt `owner[i]`."""
     cache = DynamicCache(config=model.config)
-    padded = not bool(prompt_mask.all())
-    position = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
-    logits = model(
-        prompt,
-        attention_mask=prompt_mask.long() if padded else None,
-        position_ids=position,
-        use_cache=True,
-        logits_to_keep=1,
-        **{cache_argument(model): cache},
-    ).logits[:, -1]
+    attention = None if bool(prompt_mask.all()) else prompt_mask.long()
+    logits = _read(model, cache, prompt, attention, logits_to_keep=1)[:, -1]
     cache.batch_select_indices(owner)
     return _State(
         rows=torch.arange(len(owner), device=prompt.device),
         cache=cache,
-        attention=prompt_mask.long()[owner] if padded else None,
-        position=prompt_mask.sum(1)[owner],
+        attention=None if attention is None else attention[owner],
         logits=logits[owner],
     )
 
 
+def _read(model, cache, tokens: Tensor, attention: Tensor | None, logits_to_keep: int = 0):
+    """Append tokens (rows, n) to the cache; returns their logits (rows, n, V), or the last ones.
+
+    Without padding all rows stand at the same position, which the model counts for itself, once.
+    """
+    position = None
+    if attention is not None:
+        position = (attention.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    return model(
+        tokens,
+        attention_mask=attention,
+        position_ids=position,
+        use_cache=True,
+        logits_to_keep=logits_to_keep,
+        **{cache_argument(model): cache},
+    ).logits
+
+
 def _feed(model, state: _State, tokens: Tensor) -> Tensor:
-    """Append tokens (rows, n) to what the model has read; returns logits (rows, n, V)."""
-    count = tokens.shape[1]
+    """Go on with tokens (rows, n); returns their logits (rows, n, V)."""
     if state.attention is not None:
         state.attention = torch.cat([state.attention, torch.ones_like(tokens)], 1)
-    logits = model(
-        tokens,
-        attention_mask=state.attention,
-        position_ids=state.position[:, None] + torch.arange(count, device=tokens.device),
-        use_cache=True,
-        **{cache_argument(model): state.cache},
-    ).logits
-    state.position = state.position + count
-    return logits
+    return _read(model, state.cache, tokens, state.attention)
 
 
 def _advance(model, state: _State, tokens: Tensor, alive: Tensor) -> None:
@@ -211,7 +210,7 @@ def _advance(model, state: _State, tokens: Tensor, alive: Tensor) -> None:
     if not bool(alive.all()):
         keep = alive.nonzero()[:, 0]
         state.cache.batch_select_indices(keep)
-        state.rows, state.position, tokens = state.rows[keep], state.position[keep], tokens[keep]
+        state.rows, tokens = state.rows[keep], tokens[keep]
         if state.attention is not None:
             state.attention = state.attention[keep]
     state.logits = _feed(model, state, tokens[:, None])[:, -1]
