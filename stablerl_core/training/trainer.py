@@ -58,7 +58,8 @@ class Trainer:
     texts, their problems and which texts were cut, and returns one finite number each.
 
     Attributes a reader may look at between steps: `model`, `sampler` (the same object unless
-    the system group makes it differ), `reference`, `log`, `version`.
+    the system group makes it differ), `reference`, `log`, `version`. `config` may be replaced
+    between steps by one that differs in what a step reads: data, policy, the learning rate.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class Trainer:
         _check_device(system.device)
         self.config = config
         self.task = task or task_by_name(data.task, data.task_options)
-        self.reward = reward or reward_by_name(data.verifier)
+        reward_by_name(data.verifier)  # an unknown name is an error now, not at the first step
+        self.reward = reward
         self.model, self.tokenizer = starting_point(config.base, data.task, system.device)
         self.reference = copy.deepcopy(self.model).requires_grad_(False)
         self.sampler = copy.deepcopy(self.reference) if system.separate_sampler else self.model
@@ -230,7 +232,8 @@ class Trainer:
 
     def _judge(self, batch: Rollout, problems: list[Problem]) -> Tensor:
         texts, cut = decode_completions(self.tokenizer, batch), (~batch.finished).tolist()
-        returned = self.reward(texts, problems, cut)
+        reward = self.reward or reward_by_name(self.config.data.verifier)
+        returned = reward(texts, problems, cut)
         try:
             rewards = torch.as_tensor([float(r) for r in returned])
         except (TypeError, ValueError, RuntimeError) as error:
@@ -269,12 +272,13 @@ class Trainer:
     # Layers 2 and 3: the update
 
     def _update(self, batch: Rollout, advantages: Tensor) -> dict:
-        policy, old_logp = self.config.policy, None
+        policy, old_logp, gap = self.config.policy, None, None
         if self.config.system.old_logp == "sampler":
             old_logp = batch.sampler_logp
         elif policy.epochs * policy.minibatches > 1:
             with torch.no_grad():
                 old_logp = completion_logp(self.model, batch)
+            gap = _gap(old_logp, batch)
         minibatches = torch.arange(len(advantages), device=advantages.device).chunk(
             policy.minibatches
         )
@@ -292,7 +296,7 @@ class Trainer:
             "clip_fraction": seen.clip_fraction,
             "ratio_max": seen.ratio_max,
         }
-        return row | done[0].gap
+        return row | (done[0].gap if gap is None else gap)
 
     def _one_update(self, batch, advantages, old_logp, rows) -> _Update:
         """One optimizer step on some rows; what it saw before stepping."""
@@ -300,19 +304,21 @@ class Trainer:
         if self.config.policy.kl_coef == 0:
             # Equal rewards give these rows no gradient; the denominator still counts them.
             rows = rows[advantages[rows] != 0]
-        loss, gap, diagnostics = 0.0, {}, [NOTHING_SEEN]
+        loss, diagnostics = 0.0, [NOTHING_SEEN]
+        scored = torch.zeros_like(batch.sampler_logp)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for chunk in rows.split(self.config.numerics.micro_batch or len(rows)) if len(rows) else ():
             piece = select_rows(batch, chunk)
             logp = completion_logp(self.model, piece)
-            gap = gap or _gap(logp, piece)
+            scored[chunk, : logp.shape[1]] = logp.detach()
             old = None if old_logp is None else old_logp[chunk, : logp.shape[1]]
             value, seen = self._loss(logp, old, advantages[chunk], piece, denominator)
             value.backward()
             loss += value.item()
             diagnostics.append(seen)
         norm, finite = self._apply(loss)
+        gap = _gap(scored[rows], select_rows(batch, rows)) if len(rows) else {}
         return _Update(loss, norm, finite, gap, diagnostics)
 
     def _loss(self, logp, old_logp, advantages, piece: Rollout, denominator):
@@ -443,7 +449,7 @@ def _check_device(name: str) -> None:
 
 def _gap(logp: Tensor, piece: Rollout) -> dict:
     """Layer 4 signals of the rows; empty when a value is not finite, which layer 3 reports."""
-    logp = logp.detach()
+    logp = logp.detach()[:, : piece.mask.shape[1]]
     if not torch.isfinite(logp[piece.mask]).all():
         return {}
     report = mismatch_report(logp, piece.sampler_logp, piece.mask)
