@@ -162,7 +162,7 @@ def test_a_top_k_beyond_the_vocabulary_keeps_all():
 
 
 @pytest.mark.parametrize("options", [{}, *FILTERS.values()], ids=["no filter", *FILTERS])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_frequencies_are_the_probabilities(options, temperature):
     logits = random_logits(9, 8)
     n = 20_000

@@ -596,6 +596,16 @@ def test_a_rounded_sampler_shows_in_the_gap_and_the_ratio_where_it_is_the_denomi
         assert row["ratio_max"] > 1.01
 
 
+@pytest.mark.parametrize(
+    "change", [dict(numerics__micro_batch=1), dict(policy__minibatches=4), dict(policy__epochs=2)]
+)
+def test_the_gap_is_that_of_all_trained_rows_however_they_are_split(change):
+    options = dict(system__sampler_precision="int4", policy__kl_coef=0.01)
+    whole, split = (Trainer(tiny_config(**options, **c)).step() for c in ({}, change))
+    for name in ("logp_gap", "logp_gap_max", "mismatch_kl"):
+        assert split[name] == pytest.approx(whole[name], rel=1e-4), name
+
+
 def test_the_sampler_holds_rounded_weights_and_the_trainer_does_not():
     trainer = Trainer(tiny_config(system__sampler_precision="bfloat16"))
     trainer.step()
