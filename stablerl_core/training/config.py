@@ -91,8 +91,9 @@ class NumericsConfig:
     `linear` falls to a tenth over the run.
 
     `nonfinite`: an update with a non-finite loss or gradient is counted and, with `skip`, not
-    applied, with `raise`, an error, with `apply`, applied as it is. `micro_batch` rows are
-    differentiated at a time (0 = all), which changes memory but not the gradient.
+    applied, with `raise`, an error, with `apply`, applied as it is. Rows of like length are
+    differentiated together, at most `micro_batch` at a time (0 = any), which changes memory but
+    not the gradient.
     """
 
     learning_rate: float = 5e-4

@@ -285,6 +285,22 @@ def select_rows(batch: Rollout, rows: Tensor) -> Rollout:
     )
 
 
+def micro_batches(batch: Rollout, rows: Tensor, limit: int = 0) -> list[Tensor]:
+    """Split `rows` into parts to be differentiated one at a time, at most `limit` each (0 = any).
+
+    Completions whose lengths round up to the same power of two stay together, in their order:
+    short ones are not padded to the longest of all, and no part computes twice what it counts.
+    """
+    parts: dict[int, list[int]] = {}
+    for row, length in zip(rows.tolist(), batch.mask[rows].sum(1).tolist(), strict=True):
+        parts.setdefault((length - 1).bit_length(), []).append(row)
+    return [
+        chunk
+        for _, part in sorted(parts.items())
+        for chunk in torch.tensor(part, device=rows.device).split(limit or len(part))
+    ]
+
+
 def completion_logits(model: PreTrainedModel, batch: Rollout) -> Tensor:
     """Logits (B, T, V) that score each completion token, all in one pass.
 

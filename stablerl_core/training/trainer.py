@@ -41,6 +41,7 @@ from .rollout import (
     decode_completions,
     encode_prompts,
     fed_positions,
+    micro_batches,
     rollout,
     select_rows,
 )
@@ -308,7 +309,7 @@ class Trainer:
         scored = torch.zeros_like(batch.sampler_logp)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        for chunk in rows.split(self.config.numerics.micro_batch or len(rows)) if len(rows) else ():
+        for chunk in micro_batches(batch, rows, self.config.numerics.micro_batch):
             piece = select_rows(batch, chunk)
             logp = completion_logp(self.model, piece)
             scored[chunk, : logp.shape[1]] = logp.detach()

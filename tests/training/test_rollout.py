@@ -22,6 +22,7 @@ from stablerl_core.training.rollout import (
     cache_argument,
     decode_completions,
     encode_prompts,
+    micro_batches,
     select_rows,
 )
 
@@ -285,6 +286,20 @@ def test_selected_rows_keep_their_scores(sampling):
         whole, part = completion_logp(model, batch), completion_logp(model, piece)
     torch.testing.assert_close(part[piece.mask], whole[rows, :width][piece.mask], rtol=0, atol=1e-5)
     assert gap(model, piece) < 1e-5
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_rows_of_like_length_are_scored_together(limit):
+    lengths = torch.tensor([8, 1, 2, 3, 11, 5, 9, 16, 17, 4, 6, 20])
+    batch = SimpleNamespace(mask=torch.arange(20) < lengths[:, None])
+    rows = torch.arange(len(lengths))[1:]
+    parts = micro_batches(batch, rows, limit)
+    assert sorted(torch.cat(parts).tolist()) == rows.tolist()
+    assert len(parts) == {0: 6, 1: 11, 3: 6}[limit]
+    for part in parts:
+        assert len(part) <= (limit or len(rows))
+        assert lengths[part].max() < 2 * lengths[part].min()
+    assert micro_batches(batch, rows[:0], limit) == []
 
 
 def test_scores_carry_gradient_and_samples_do_not():
