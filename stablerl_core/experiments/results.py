@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from ..runlog import SIGNALS
 
@@ -61,18 +62,30 @@ class Results:
     def arms(self) -> list[str]:
         return list(self.runs)
 
-    def final(self, arm: str, signal: str, last: int = 3) -> Interval:
-        """Interval over seeds of a signal's end: the mean of its last few measurements."""
-        return interval([_end(rows, signal, last) for rows in self._runs(arm)])
+    def per_seed(
+        self, arm: str, signal: str, first: int, last: int, reduce: Callable = fmean
+    ) -> list[float]:
+        """One number a seed: the mean (or `max`, `min` …) of a signal over steps first … last."""
+        numbers = []
+        for rows in self._runs(arm):
+            values = [r[signal] for r in rows if signal in r and first <= r["step"] <= last]
+            if not values:
+                raise ValueError(f"signal={signal!r} has no value in steps {first} to {last}")
+            numbers.append(reduce(values))
+        return numbers
 
-    def difference(self, arm: str, other: str, signal: str, last: int = 3) -> Interval:
-        """Interval of arm − other, paired by seed, of a signal's end."""
-        shared = self.runs[arm].keys() & self.runs[other].keys()
-        ends = [
-            _end(self.runs[arm][s], signal, last) - _end(self.runs[other][s], signal, last)
-            for s in sorted(shared)
-        ]
-        return interval(ends)
+    def over(self, arm: str, signal: str, first: int, last: int) -> Interval:
+        """Interval over seeds of a signal's mean over steps first … last."""
+        return interval(self.per_seed(arm, signal, first, last))
+
+    def change(self, arm: str, other: str, signal: str, first: int, last: int) -> Interval:
+        """Interval of arm − other over the same steps, paired by seed."""
+        pairs = zip(
+            self.per_seed(arm, signal, first, last),
+            self.per_seed(other, signal, first, last),
+            strict=True,
+        )
+        return interval([a - b for a, b in pairs])
 
     def band(self, arm: str, signal: str) -> tuple[list[int], list[Interval]]:
         """Steps at which every seed has the signal, and its interval over seeds at each."""
@@ -86,13 +99,6 @@ class Results:
         if arm not in self.runs:
             raise ValueError(f"arm={arm!r} is not in {self.name}; arms: {', '.join(self.runs)}")
         return list(self.runs[arm].values())
-
-
-def _end(rows: list[dict], signal: str, last: int) -> float:
-    values = [r[signal] for r in rows if signal in r][-last:]
-    if not values:
-        raise ValueError(f"signal={signal!r} was never measured in this run")
-    return math.fsum(values) / len(values)
 
 
 def results_folder() -> Path:
