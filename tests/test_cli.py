@@ -87,7 +87,7 @@ def test_resume_goes_to_the_steps_the_run_was_given(tmp_path, small):
     "options, message",
     [
         (["--preset", "mixtral"], "preset='mixtral' is neither"),
-        (["--preset", "olmoe-cpu"], "base='olmoe-cpu' has no warm start"),
+        (["--task", "countdown"], "task='countdown' has no warm start"),
         (["--preset", "tests"], "preset='tests' is neither"),
         (["--verifier", "kind"], "verifier='kind' is unknown"),
         (["--steps", "0"], "steps=0"),

@@ -1,5 +1,6 @@
 """One short module a chapter: its arms and its prediction; run live with one seed, or repeated."""
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -25,7 +26,10 @@ __all__ = [
 
 
 def run_from_command_line(name: str | None, seeds: int, out: str) -> int:
-    """`stablerl experiment NAME`: repeat it over seeds, or list the experiments."""
+    """`stablerl experiment NAME`: repeat it over seeds, or list the experiments.
+
+    With the environment variable `SCALE=gpu` the larger preset runs on a GPU, into `<out>/gpu`.
+    """
     if name is None:
         for experiment in EXPERIMENTS.values():
             print(f"{experiment.name:16} arms: {', '.join(experiment.arms)}")
@@ -34,6 +38,9 @@ def run_from_command_line(name: str | None, seeds: int, out: str) -> int:
         raise ValueError(f"experiment={name!r} is unknown; known: {', '.join(EXPERIMENTS)}")
     if seeds < 1:
         raise ValueError(f"--seeds {seeds}: must be ≥ 1")
+    scale = os.environ.get("SCALE", "cpu")
     command = shlex.join(["stablerl", *sys.argv[1:]])
-    print(EXPERIMENTS[name].repeat(seeds, Path(out), command))
+    if scale != "cpu":
+        out, command = f"{out}/{scale}", f"SCALE={scale} {command}"
+    print(EXPERIMENTS[name].at_scale(scale).repeat(seeds, Path(out), command))
     return 0

@@ -32,6 +32,12 @@ class Experiment:
     arms: Mapping[str, Sequence[TrainerConfig]]
     log_every: int = 5
 
+    def at_scale(self, scale: str) -> Experiment:
+        """The same arms on the larger preset and a GPU (`gpu`), or as they are (`cpu`)."""
+        if scale not in ("cpu", "gpu"):
+            raise ValueError(f"SCALE={scale!r}: expected 'cpu' or 'gpu'")
+        return self if scale == "cpu" else replace(self, arms=_larger(self.arms))
+
     def trainer(self, arm: str, seed: int = 0) -> Trainer:
         """The trainer of one arm and seed, at the start of its first phase."""
         if arm not in self.arms:
@@ -80,6 +86,15 @@ class Experiment:
             }
             for job in as_completed(jobs):
                 yield *jobs[job], job.result()
+
+
+def _larger(arms: Mapping[str, Sequence[TrainerConfig]]) -> dict[str, list[TrainerConfig]]:
+    return {
+        arm: [
+            replace(p, base="mixtral-gpu", system=replace(p.system, device="cuda")) for p in phases
+        ]
+        for arm, phases in arms.items()
+    }
 
 
 def _seed(item: tuple[str, list]) -> int:

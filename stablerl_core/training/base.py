@@ -12,7 +12,7 @@ import json
 import random
 import string
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -79,9 +79,9 @@ def _corrupt(gold: str, rng: random.Random) -> str:
     return gold[:i] + rng.choice([c for c in others if c != gold[i]]) + gold[i + 1 :]
 
 
-def train_base(recipe: Recipe, progress: bool = True):
+def train_base(recipe: Recipe, progress: bool = True, device: str | torch.device = "cpu"):
     """Train a recipe's model from scratch; returns (model, tokenizer). Seconds, not minutes."""
-    model, tokenizer = small_moe(recipe.preset, seed=recipe.seed)
+    model, tokenizer = small_moe(recipe.preset, seed=recipe.seed, device=device)
     task = task_by_name(recipe.task, recipe.task_options)
     rng = random.Random(recipe.seed)
     optimizer = torch.optim.AdamW(
@@ -92,7 +92,8 @@ def train_base(recipe: Recipe, progress: bool = True):
         rate = min(1.0, (step + 1) / 10) * min(1.0, 5 * (1 - step / recipe.steps))
         optimizer.param_groups[0]["lr"] = recipe.learning_rate * rate
         problems = task.sample("train", recipe.batch, seed=step)
-        ids, counted = _pack(tokenizer, problems, [demonstration(p, recipe, rng) for p in problems])
+        texts = [demonstration(p, recipe, rng) for p in problems]
+        ids, counted = (x.to(device) for x in _pack(tokenizer, problems, texts))
         logits = model(ids[:, :-1], use_cache=False).logits
         loss = cross_entropy(logits[counted[:, 1:]], ids[:, 1:][counted[:, 1:]])
         loss.backward()
@@ -154,13 +155,21 @@ def load_base(name: str, device: str | torch.device = "cpu"):
 
 
 def starting_point(base: str, task: str, device: str | torch.device):
-    """The model and tokenizer that a run starts from: shipped for the task, or a checkpoint."""
+    """The model and tokenizer that a run starts from.
+
+    `base` is a preset (shipped for the task, or else warmed up here by the recipe of the shipped
+    one, which takes a while) or a checkpoint, taken as it is. Raises `ValueError` for a preset
+    and a task without a recipe.
+    """
     if f"{base}-{task}" in RECIPES:
         return load_base(f"{base}-{task}", device)
-    if base in PRESETS:
-        known = ", ".join(RECIPES)
-        raise ValueError(f"base={base!r} has no warm start for task={task!r}; shipped: {known}")
-    return small_moe(base, device=device)
+    if base not in PRESETS:
+        return small_moe(base, device=device)
+    recipes = [recipe for recipe in RECIPES.values() if recipe.task == task]
+    if not recipes:
+        known = ", ".join(sorted({recipe.task for recipe in RECIPES.values()}))
+        raise ValueError(f"task={task!r} has no warm start for base={base!r}; tasks: {known}")
+    return train_base(replace(recipes[0], preset=base), device=device)
 
 
 def fingerprint(state: dict[str, torch.Tensor]) -> str:

@@ -90,3 +90,13 @@ def test_the_command_lists_and_refuses(capsys):
     assert main(["experiment", "nothing"]) == 2
     assert "experiment='nothing' is unknown" in capsys.readouterr().err
     assert main(["experiment", "opening", "--seeds", "0"]) == 2
+
+
+def test_the_gpu_scale_changes_model_and_device_and_nothing_else():
+    plain, larger = TOY.arms["phases"], TOY.at_scale("gpu").arms["phases"]
+    for before, after in zip(plain, larger, strict=True):
+        assert after.base == "mixtral-gpu" and after.system.device == "cuda"
+        assert replace(after, base=before.base, system=before.system) == before
+    assert TOY.at_scale("cpu") is TOY
+    with pytest.raises(ValueError, match="SCALE='huge'"):
+        TOY.at_scale("huge")

@@ -14,7 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from stablerl_core.rewards import Problem, strict_answer, task_by_name
 from stablerl_core.training import RECIPES, base, load_base, pass_rate, small_moe, train_base
-from stablerl_core.training.base import ASSETS, Recipe, _pack, demonstration, fingerprint
+from stablerl_core.training.base import (
+    ASSETS,
+    Recipe,
+    _pack,
+    demonstration,
+    fingerprint,
+    starting_point,
+)
 
 TINY = Recipe(task="sort", steps=3, batch=16)
 BUILT_IN = ("sort", "add")
@@ -209,3 +216,12 @@ def test_a_damaged_file_is_named_with_the_remedy(workshop, fault):
 def test_an_unknown_starting_point_names_the_known_ones():
     with pytest.raises(ValueError, match="base='mixtral-cpu' is not shipped.*mixtral-cpu-sort"):
         load_base("mixtral-cpu")
+
+
+def test_a_preset_that_is_not_shipped_is_warmed_up_by_the_recipe_of_the_task(monkeypatch):
+    short = replace(RECIPES["mixtral-cpu-sort"], steps=2, batch=8)
+    monkeypatch.setitem(RECIPES, "mixtral-cpu-sort", short)
+    model, _ = starting_point("olmoe-cpu", "sort", "cpu")
+    expected, _ = train_base(replace(short, preset="olmoe-cpu"), progress=False)
+    assert type(model).__name__ == "OlmoeForCausalLM"
+    assert fingerprint(model.state_dict()) == fingerprint(expected.state_dict())

@@ -857,7 +857,10 @@ def test_the_default_configuration_is_used_without_one(monkeypatch):
     "change, message",
     [
         (dict(base="mixtral"), "preset='mixtral' is neither a preset nor a checkpoint"),
-        (dict(base="olmoe-cpu"), "base='olmoe-cpu' has no warm start for task='sort'"),
+        (
+            dict(base="olmoe-cpu", data__task="countdown"),
+            "task='countdown' has no warm start for base='olmoe-cpu'",
+        ),
         (dict(data__verifier="kind"), "verifier='kind' is unknown"),
         (dict(system__device="gpu0"), "system.device='gpu0'"),
         (dict(system__device="cuda:99"), "system.device='cuda:99'"),
