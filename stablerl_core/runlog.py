@@ -74,6 +74,7 @@ class RunLog:
         self.path = None if path is None else Path(path)
         self.header = dict(header or {})
         self.rows: list[dict] = []
+        self._end = 0  # bytes of whole lines in the file
         if self.path is not None:
             if self.path.exists() and self.path.stat().st_size:
                 raise ValueError(f"path={str(path)!r} holds a log; RunLog.read(path) continues it")
@@ -92,28 +93,37 @@ class RunLog:
         self.rows.append(dict(row))
 
     def _write(self, record: dict) -> None:
-        size = self.path.stat().st_size if self.path.exists() else 0
+        line = (json.dumps(record) + "\n").encode()
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            self._cut()
+            with open(self.path, "ab") as file:
+                file.write(line)
         except OSError as error:
-            if self.path.is_file():
-                os.truncate(self.path, size)  # no half line for the next row to be glued to
+            self._cut()
             raise OSError(
                 error.errno,
                 f"cannot write the run log ({error.strerror}); the {len(self.rows)} steps before "
                 "are intact: free some space and resume the run",
                 str(self.path),
             ) from error
+        self._end += len(line)
+
+    def _cut(self) -> None:
+        """Take half a line off the end of the file, or the next row would be glued to it."""
+        if self.path.is_file() and self.path.stat().st_size > self._end:
+            os.truncate(self.path, self._end)
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> RunLog:
-        """Read a run log; a torn last line is cut off the file, any other bad line raises."""
+        """Read a run log, also one that is being written; appending to it continues the file.
+
+        A torn last line is left out, and cut off the file by the next append. Raises
+        `FileNotFoundError`, and `ValueError` for any other line that is not a record.
+        """
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"path={str(path)!r}: no run log there")
         log = cls()
-        good = 0  # bytes up to the end of the last whole line
         lines = path.read_bytes().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             if number == len(lines) and not line.endswith(b"\n"):
@@ -124,13 +134,11 @@ class RunLog:
                 raise ValueError(f"{path}, line {number}: not a JSON record ({error})") from None
             if not isinstance(record, dict) or not record.keys() & {"header", "step"}:
                 raise ValueError(f"{path}, line {number}: neither a header nor a row with a step")
-            good += len(line)
+            log._end += len(line)
             if "header" in record:
                 log.header = record["header"]
             else:
                 log.rows.append(record)
-        if good < path.stat().st_size:
-            os.truncate(path, good)
         log.path = path
         return log
 

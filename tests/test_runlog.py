@@ -204,3 +204,15 @@ def test_series_and_last():
 def test_signals_cover_the_four_layers_and_say_what_they_are():
     assert {signal.layer for signal in SIGNALS.values()} == {0, 1, 2, 3, 4}
     assert all(signal.unit and signal.meaning for signal in SIGNALS.values())
+
+
+def test_reading_a_log_that_is_being_written_leaves_the_file_alone(tmp_path):
+    path = tmp_path / "run.jsonl"
+    log = RunLog(path, {"x": 1})
+    log.append({"step": 1, "reward": 0.5})
+    torn = path.read_bytes() + b'{"step": 2, "rew'
+    path.write_bytes(torn)
+    reader = RunLog.read(path)
+    assert len(reader) == 1 and path.read_bytes() == torn
+    reader.append({"step": 2, "reward": 0.25})
+    assert [row["step"] for row in RunLog.read(path)] == [1, 2]

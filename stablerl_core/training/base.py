@@ -147,11 +147,19 @@ def load_base(name: str, device: str | torch.device = "cpu"):
     model, tokenizer = small_moe(RECIPES[name].preset)
     path = ASSETS / f"{name}.safetensors"
     try:
-        model.load_state_dict(load_file(path))
+        state = load_file(path)
+        if fingerprint(state) != json.loads(path.with_suffix(".json").read_text())["sha256"]:
+            raise RuntimeError("its hash is not the one on its card")
+        model.load_state_dict(state)
     except (SafetensorError, RuntimeError, OSError) as error:
         why = str(error).split("\n")[0]
         raise ValueError(f"{path} is damaged ({why}); rebuild it with: make base") from error
     return model.to(device), tokenizer
+
+
+def options_of(task: str) -> dict:
+    """The options with which the warm starts know a task; none for a task without one."""
+    return next((r.task_options for r in RECIPES.values() if r.task == task), {})
 
 
 def starting_point(base: str, task: str, device: str | torch.device):

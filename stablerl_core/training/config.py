@@ -20,7 +20,8 @@ def _require(ok: bool, text: str) -> None:
 class DataConfig:
     """Layer 1. What is asked, how answers are judged, how many are drawn.
 
-    A step draws `prompts` problems of `task` and `group_size` completions of each, at most
+    A step draws `prompts` problems of `task` (with `task_options`, or else those of its warm
+    start) and `group_size` completions of each, at most
     `max_new_tokens` long; `verifier` pays for them. Every `eval_every` steps `eval_prompts`
     held-out problems are answered once each and judged by the strict verifier.
     """

@@ -32,7 +32,10 @@ def provenance() -> dict[str, str]:
 
 def _commit() -> str:
     """Short commit of the source tree, `+` when it has changes; `unknown` outside a clone."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    root = Path(__file__).parents[2]
+    if not (root / "pyproject.toml").is_file():
+        return "unknown"  # installed: a repository around it would be somebody else's
+    git = ["git", "-C", str(root / "stablerl_core")]
     try:
         head = subprocess.run(
             [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True

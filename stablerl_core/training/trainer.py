@@ -27,7 +27,7 @@ from ..policy import (
 from ..rewards import Problem, Reward, Task, reward_by_name, strict_reward, task_by_name
 from ..runlog import RunLog
 from ..system import mismatch_report
-from .base import starting_point
+from .base import options_of, starting_point
 from .checkpoint import load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
 from .config import TrainerConfig
 from .models import routers
@@ -74,7 +74,7 @@ class Trainer:
         data, system = config.data, config.system
         _check_device(system.device)
         self.config = config
-        self.task = task or task_by_name(data.task, data.task_options)
+        self.task = task or task_by_name(data.task, data.task_options or options_of(data.task))
         reward_by_name(data.verifier)  # an unknown name is an error now, not at the first step
         self.reward = reward
         self.model, self.tokenizer = starting_point(config.base, data.task, system.device)

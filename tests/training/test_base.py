@@ -20,6 +20,7 @@ from stablerl_core.training.base import (
     _pack,
     demonstration,
     fingerprint,
+    options_of,
     starting_point,
 )
 
@@ -225,3 +226,20 @@ def test_a_preset_that_is_not_shipped_is_warmed_up_by_the_recipe_of_the_task(mon
     expected, _ = train_base(replace(short, preset="olmoe-cpu"), progress=False)
     assert type(model).__name__ == "OlmoeForCausalLM"
     assert fingerprint(model.state_dict()) == fingerprint(expected.state_dict())
+
+
+def test_a_shipped_file_with_other_weights_is_refused(tmp_path, monkeypatch):
+    name = "mixtral-cpu-sort"
+    path, card = shipped(name)
+    state = load_file(path)
+    state["model.norm.weight"][0] += 1
+    save_file(state, tmp_path / path.name)
+    (tmp_path / f"{name}.json").write_text(json.dumps(card))
+    monkeypatch.setattr(base, "ASSETS", tmp_path)
+    with pytest.raises(ValueError, match="its hash is not the one on its card"):
+        load_base(name)
+
+
+def test_a_task_is_drawn_as_its_warm_start_knew_it():
+    assert options_of("spell_backward") == RECIPES["mixtral-cpu-spell_backward"].task_options
+    assert options_of("sort") == {} and options_of("countdown") == {}
