@@ -3,7 +3,7 @@
 from ..runlog import SIGNALS, RunLog
 from .base import RECIPES, load_base, pass_rate, train_base
 from .config import DataConfig, NumericsConfig, PolicyConfig, SystemConfig, TrainerConfig
-from .live import live_plot
+from .live import draw_curves, live_plot
 from .models import PRESETS, routers, small_moe
 from .provenance import provenance
 from .rollout import Rollout, Sampling, completion_logits, completion_logp, rollout
@@ -24,6 +24,7 @@ __all__ = [
     "TrainerConfig",
     "completion_logits",
     "completion_logp",
+    "draw_curves",
     "live_plot",
     "load_base",
     "pass_rate",

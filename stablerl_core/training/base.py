@@ -56,7 +56,7 @@ RECIPES = {
     r.name: r
     for r in (
         Recipe(task="sort", steps=80),
-        Recipe(task="add", steps=490),
+        Recipe(task="add", steps=480),
         Recipe(task="spell_backward", steps=180, batch=128, task_options=WORDS),
     )
 }
