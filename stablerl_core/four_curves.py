@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Panel:
-    """One of the four pictures: a layer, and signals drawn on a left and a right axis."""
+    """One of the four pictures: a layer, and signals drawn on a left and a right axis.
+
+    An axis spans at least its `least` value, so that rounding does not look like news.
+    """
 
     layer: int
     title: str
@@ -20,6 +23,8 @@ class Panel:
     right_label: str
     log_left: bool = False
     log_right: bool = False
+    least_left: float = 0.0
+    least_right: float = 0.0
 
 
 PANELS = (
@@ -33,8 +38,18 @@ PANELS = (
         ("grad_norm",),
         "gradient norm",
         log_right=True,
+        least_left=0.01,
     ),
-    Panel(4, "Training system", ("logp_gap",), "nats", ("staleness",), "versions"),
+    Panel(
+        4,
+        "Training system",
+        ("logp_gap",),
+        "nats",
+        ("staleness",),
+        "versions",
+        least_left=0.01,
+        least_right=1.0,
+    ),
 )
 
 # Okabe–Ito: told apart by readers with any colour vision, on white and on black.
@@ -67,8 +82,14 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 230, 58, 58, 44, 34
 Points = Sequence[tuple[float, float]]
 
 
-def _scale(series: Iterable[Points], log: bool) -> tuple[float, float]:
-    """Lowest and highest value drawn, with room; a flat series gets a band around it."""
+def spans_decades(series: Iterable[Points]) -> bool:
+    """Whether positive values spread over more than a factor of ten: worth a logarithmic axis."""
+    values = [v for points in series for _, v in points if math.isfinite(v) and v > 0]
+    return bool(values) and max(values) > 10 * min(values)
+
+
+def axis_range(series: Iterable[Points], log: bool, least: float = 0.0) -> tuple[float, float]:
+    """Lowest and highest value of an axis (their log10 if `log`), at least `least` apart."""
     values = [v for points in series for _, v in points if math.isfinite(v) and (v > 0 or not log)]
     if log:
         values = [math.log10(v) for v in values]
@@ -77,8 +98,9 @@ def _scale(series: Iterable[Points], log: bool) -> tuple[float, float]:
     low, high = min(values), max(values)
     if not log and low >= 0:
         low = 0.0
-    if high - low < 1e-12:
-        low, high = low - (0.5 if low or log else 0), high + 0.5
+    missing = (least or 1.0) - (high - low)
+    if missing > 0 and (least or high - low < 1e-12):
+        low, high = (low, high + missing) if low == 0 else (low - missing / 2, high + missing / 2)
     return low, high + 0.05 * (high - low)
 
 
@@ -121,12 +143,13 @@ def panel_svg(panel: Panel, rows: Sequence[Mapping[str, float]]) -> str:
         return LEFT + (step - first) / (last - first) * (WIDTH - LEFT - RIGHT)
 
     body, legend, words = [], [], []
-    for side, label, log in (
-        (panel.left, panel.left_label, panel.log_left),
-        (panel.right, panel.right_label, panel.log_right),
+    for side, label, log, least in (
+        (panel.left, panel.left_label, panel.log_left, panel.least_left),
+        (panel.right, panel.right_label, panel.log_right, panel.least_right),
     ):
         series = {s: [(r["step"], r[s]) for r in rows if s in r] for s in side}
-        low, high = _scale(series.values(), log)
+        log = log and spans_decades(series.values())
+        low, high = axis_range(series.values(), log, least)
 
         def y(value: float, low=low, high=high) -> float:
             return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)

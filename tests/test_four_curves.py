@@ -99,8 +99,25 @@ def test_zero_and_negative_break_a_logarithmic_line():
     rows[3]["grad_norm"], rows[6]["grad_norm"] = 0.0, -1.0
     path = curves(PANELS[2], rows)[COLOURS["grad_norm"]]
     assert [len(points(part)) for part in path.split("M")[1:]] == [2, 2, 2]
-    none = [{"step": n, "grad_norm": 0.0} for n in range(3)]
-    assert curves(PANELS[2], none)[COLOURS["grad_norm"]] == ""
+
+
+def test_a_logarithmic_panel_is_linear_until_its_values_spread():
+    zeros = [{"step": n, "grad_norm": 0.0} for n in range(3)]
+    heights = {y for _, y in points(curves(PANELS[2], zeros)[COLOURS["grad_norm"]])}
+    assert len(heights) == 1
+    equal_steps = [{"step": n, "grad_norm": 1.0 + n} for n in range(4)]
+    ys = [y for _, y in points(curves(PANELS[2], equal_steps)[COLOURS["grad_norm"]])]
+    drops = [a - b for a, b in zip(ys, ys[1:], strict=False)]
+    assert drops == pytest.approx([drops[0]] * 3, abs=0.11)
+
+
+def test_rounding_is_drawn_flat_and_a_real_gap_is_not():
+    def spread(gap):
+        rows = [{"step": n, "logp_gap": gap * (1 + n % 2)} for n in range(6)]
+        ys = [y for _, y in points(curves(PANELS[3], rows)[COLOURS["logp_gap"]])]
+        return max(ys) - min(ys)
+
+    assert spread(3e-7) < 0.11 and spread(0.05) > 50
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1e-30, 1e30, math.nan, math.inf])

@@ -109,9 +109,7 @@ def toc_files() -> list[str]:
 
 def test_contents_list_every_page_and_notebook_once():
     pages = [p.relative_to(ROOT).with_suffix("") for p in (ROOT / "book").glob("*.md")]
-    notebooks = [
-        p.relative_to(ROOT).with_suffix("") for p in (ROOT / "notebooks").glob("*.ipynb")
-    ]
+    notebooks = [p.relative_to(ROOT).with_suffix("") for p in (ROOT / "notebooks").glob("*.ipynb")]
     assert sorted(toc_files()) == sorted(p.as_posix() for p in [*pages, *notebooks])
 
 

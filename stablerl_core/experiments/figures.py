@@ -13,7 +13,7 @@ ROWS = (
     (("heldout_accuracy",), "share", False),
     (("length",), "tokens", False),
     (("kl_ref", "entropy"), "nats/token", False),
-    (("grad_norm",), "2-norm", True),
+    (("grad_norm",), "2-norm", False),
     (("logp_gap",), "nats", True),
 )
 
@@ -33,7 +33,7 @@ def small_multiples(
     figure, grid = plt.subplots(
         len(rows),
         len(arms),
-        figsize=(2.7 * len(arms) + 0.6, 1.45 * len(rows) + 0.5),
+        figsize=(2.1 * len(arms) + 0.6, 1.35 * len(rows) + 0.5),
         sharex=True,
         sharey="row",
         squeeze=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from ..four_curves import COLOURS, LABELS, PANELS
+from ..four_curves import COLOURS, LABELS, PANELS, axis_range, spans_decades
 
 
 def draw_curves(runs: Mapping[str, Iterable[Mapping]] | Iterable[Mapping], axes=None):
@@ -18,7 +18,7 @@ def draw_curves(runs: Mapping[str, Iterable[Mapping]] | Iterable[Mapping], axes=
     runs = runs if isinstance(runs, Mapping) else {"": runs}
     runs = {name: list(rows) for name, rows in runs.items()}  # read once, drawn eight times
     if axes is None:
-        _, grid = plt.subplots(2, 2, figsize=(11, 6.4), layout="constrained")
+        _, grid = plt.subplots(2, 2, figsize=(9, 6), layout="constrained")
         axes = grid.flat
     for ax, panel in zip(axes, PANELS, strict=True):
         _draw_panel(ax, panel, runs)
@@ -28,20 +28,22 @@ def draw_curves(runs: Mapping[str, Iterable[Mapping]] | Iterable[Mapping], axes=
 def _draw_panel(ax, panel, runs: Mapping[str, Iterable[Mapping]]) -> None:
     twin = ax.twinx()
     sides = (
-        (ax, panel.left, panel.left_label, panel.log_left, 1.0),
-        (twin, panel.right, panel.right_label, panel.log_right, 0.6),
+        (ax, panel.left, panel.left_label, panel.log_left, panel.least_left, 1.0),
+        (twin, panel.right, panel.right_label, panel.log_right, panel.least_right, 0.6),
     )
-    for side, signals, label, log, alpha in sides:
+    for side, signals, label, log, least, alpha in sides:
+        drawn = []
         for (name, rows), dash in zip(runs.items(), ("-", "--", ":", "-.") * 4, strict=False):
             for signal in signals:
                 points = [(r["step"], r[signal]) for r in rows if signal in r]
                 text = LABELS[signal] + (f", {name}" if name else "")
                 style = dict(color=COLOURS[signal], linestyle=dash, label=text, alpha=alpha)
                 side.plot(*zip(*points, strict=True) if points else ((), ()), **style)
-        if log and any(
-            line.get_ydata().size and (line.get_ydata() > 0).any() for line in side.lines
-        ):
+                drawn.append(points)
+        if log and spans_decades(drawn):
             side.set_yscale("log")
+        else:
+            side.set_ylim(axis_range(drawn, False, least))
         side.set_ylabel(label)
     lines = ax.lines[:] + twin.lines[:]
     ax.legend(lines, [line.get_label() for line in lines], fontsize=8, loc="best")
