@@ -1,5 +1,6 @@
 """How undecided the policy still is."""
 
+import torch
 from torch import Tensor
 
 from ._checks import at_least_float32
@@ -20,5 +21,5 @@ def entropy(logits: Tensor) -> Tensor:
     """
     (logits,) = at_least_float32(logits=logits)
     logp = log_softmax_of("logits", logits)
-    empty = logp.detach().exp() == 0
-    return -(logp.exp() * logp.masked_fill(empty, 0)).sum(dim=-1)
+    finite = logp.clamp(min=torch.finfo(logp.dtype).min)  # 0 · (−inf) would be NaN
+    return -(logp.exp() * finite).sum(dim=-1)

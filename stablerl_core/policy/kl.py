@@ -121,10 +121,10 @@ def exact_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 def log_softmax_of(name: str, logits: Tensor) -> Tensor:
     """`log_softmax` over the last dimension; raise `ValueError` for a row that has none."""
     logp = torch.log_softmax(logits, dim=-1)
-    rows = torch.isnan(logp.detach()).any(dim=-1)
-    if logits.shape[-1] == 0 or rows.any():
+    if logits.shape[-1] == 0 or torch.isnan(logp.detach()).any():
+        rows = int(torch.isnan(logp).any(dim=-1).sum())
         raise ValueError(
-            f"{name} has shape {tuple(logits.shape)} and {int(rows.sum())} rows that are no "
+            f"{name} has shape {tuple(logits.shape)} and {rows} rows that are no "
             "distribution: each needs one finite logit, and neither NaN nor +inf"
         )
     return logp

@@ -44,16 +44,16 @@ def sample_tokens(
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     scores = scores / temperature
-    if torch.isnan(scores).any() or not torch.isfinite(scores.amax(-1)).all():
+    if not torch.isfinite(scores.amax(-1)).all():  # the maximum of a row with NaN is NaN
         raise ValueError("logits have a row with NaN, +inf or no allowed token; check the model")
     truncates = allowed is not None or top_k > 0 or top_p < 1 or min_p > 0
     if truncates:
         scores = scores.masked_fill(~_kept_mask(scores, top_p, top_k, min_p), -torch.inf)
     logp = scores.log_softmax(-1)
     # Inverse CDF in float64: a uniform below 1 cannot land on a token of probability zero.
-    cdf = logp.double().exp().cumsum(-1)
+    cdf = logp.exp().double().cumsum(-1)
     uniform = torch.rand(len(cdf), 1, dtype=torch.float64, device=cdf.device, generator=generator)
-    tokens = (cdf <= uniform * cdf[:, -1:]).sum(-1)
+    tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)[:, 0]
     kept = _compact(torch.isfinite(scores)) if truncates else None
     return Sample(tokens, logp.gather(-1, tokens[:, None])[:, 0], kept)
 
