@@ -1,8 +1,6 @@
 """One short module a chapter: its arms and its prediction; run live with one seed, or repeated."""
 
 import os
-import shlex
-import sys
 from pathlib import Path
 
 from . import opening
@@ -39,7 +37,7 @@ def run_from_command_line(name: str | None, seeds: int, out: str) -> int:
     if seeds < 1:
         raise ValueError(f"--seeds {seeds}: must be ≥ 1")
     scale = os.environ.get("SCALE", "cpu")
-    command = shlex.join(["stablerl", *sys.argv[1:]])
+    command = f"stablerl experiment {name} --seeds {seeds}"
     if scale != "cpu":
         out, command = f"{out}/{scale}", f"SCALE={scale} {command}"
     print(EXPERIMENTS[name].at_scale(scale).repeat(seeds, Path(out), command))
