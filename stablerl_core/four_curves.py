@@ -185,7 +185,8 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #ddd; --page: #16181d; --line: #555; } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
        max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
+.panels { display: grid; gap: 1rem;
+          grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 .panel { width: 100%; font-size: 11px; fill: var(--ink); }
 .panel .title { font-size: 13px; font-weight: 600; }
 .panel path { fill: none; stroke-width: 1.8; }
