@@ -6,6 +6,7 @@ from pathlib import Path
 from . import opening
 from .experiment import Experiment
 from .figures import draw_band, small_multiples
+from .measured import Measured
 from .results import Interval, Results, interval, load, results_folder
 
 EXPERIMENTS = {e.name: e for e in opening.ALL}
@@ -14,6 +15,7 @@ __all__ = [
     "EXPERIMENTS",
     "Experiment",
     "Interval",
+    "Measured",
     "Results",
     "draw_band",
     "interval",

@@ -1,24 +1,16 @@
-"""An experiment: its arms, its prediction, one live run of it, or many into a results file."""
+"""An experiment of training runs: its arms, its prediction, and one live run of it."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import torch
-from tqdm.auto import tqdm
-
-from ..training import RunLog, Trainer, TrainerConfig, provenance
+from ..training import RunLog, Trainer, TrainerConfig
+from .repeated import Repeated
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(Repeated):
     """A comparison: named arms, and what was predicted before they ran.
 
     An arm is a sequence of phases, configurations of one and the same run: each is in force up
@@ -54,38 +46,14 @@ class Experiment:
             trainer.run(min(phase.steps, steps or phase.steps), **options)
         return trainer.log
 
-    def repeat(self, seeds: int, folder: Path, command: str) -> Path:
-        """Run every arm with seeds 0 … seeds−1, one process a core, into `<folder>/<name>.json`.
-
-        The file is rewritten as each run ends, so an interruption keeps what was finished.
-        """
-        path, started = folder / f"{self.name}.json", time.perf_counter()
-        folder.mkdir(parents=True, exist_ok=True)
-        runs: dict[str, dict[str, list]] = {arm: {} for arm in self.arms}
-        made = provenance() | {"command": command}
-        for arm, seed, rows in tqdm(self._finished(seeds), total=seeds * len(self.arms)):
-            runs[arm][str(seed)] = rows
-            made["seconds"] = round(time.perf_counter() - started)
-            record = {"name": self.name, "prediction": self.prediction, "made": made}
-            ordered = {
-                a: dict(sorted(of.items(), key=lambda x: int(x[0]))) for a, of in runs.items()
-            }
-            aside = path.with_suffix(".tmp")
-            aside.write_text(json.dumps(record | {"runs": ordered}) + "\n")
-            os.replace(aside, path)
-        return path
-
-    def _finished(self, seeds: int) -> Iterator[tuple[str, int, list[dict]]]:
-        """Runs in the order they end. Fresh processes: torch's threads do not survive a fork."""
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(os.cpu_count(), context, torch.set_num_threads, (1,)) as pool:
-            jobs = {
-                pool.submit(_rows, self, arm, seed): (arm, seed)
-                for seed in range(seeds)
-                for arm in self.arms
-            }
-            for job in as_completed(jobs):
-                yield *jobs[job], job.result()
+    def rows(self, arm: str, seed: int) -> list[dict]:
+        """The thinned rows of one run."""
+        log = self.train(arm, self.trainer(arm, seed), progress=False)
+        return [
+            row
+            for row in log
+            if row["step"] % self.log_every == 0 or row["step"] == 1 or "heldout_accuracy" in row
+        ]
 
 
 def _larger(arms: Mapping[str, Sequence[TrainerConfig]]) -> dict[str, list[TrainerConfig]]:
@@ -95,18 +63,3 @@ def _larger(arms: Mapping[str, Sequence[TrainerConfig]]) -> dict[str, list[Train
         ]
         for arm, phases in arms.items()
     }
-
-
-def _seed(item: tuple[str, list]) -> int:
-    return int(item[0])
-
-
-def _rows(experiment: Experiment, arm: str, seed: int) -> list[dict]:
-    """The thinned rows of one run, numbers to four significant digits."""
-    log = experiment.train(arm, experiment.trainer(arm, seed), progress=False)
-    kept = [
-        row
-        for row in log
-        if row["step"] % experiment.log_every == 0 or row["step"] == 1 or "heldout_accuracy" in row
-    ]
-    return [{k: float(f"{v:.4g}") if k != "step" else v for k, v in r.items()} for r in kept]

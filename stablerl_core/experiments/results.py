@@ -50,7 +50,8 @@ def interval(values: Sequence[float]) -> Interval:
 class Results:
     """A results file: the experiment's name and prediction, how it was made, and its runs.
 
-    `runs[arm][seed]` is the list of logged rows of one run, as in a `RunLog`.
+    `runs[arm][seed]` is the list of rows of one run: of a `RunLog`, or what an arm of a `Measured`
+    experiment returned.
     """
 
     name: str
@@ -89,8 +90,10 @@ class Results:
 
     def band(self, arm: str, signal: str) -> tuple[list[int], list[Interval]]:
         """Steps at which every seed has the signal, and its interval over seeds at each."""
-        if signal not in SIGNALS:
-            raise ValueError(f"signal={signal!r} is unknown; known: {', '.join(SIGNALS)}")
+        measured = {name for rows in self._runs(arm) for row in rows for name in row}
+        if signal not in SIGNALS.keys() | measured:
+            known = ", ".join(sorted(measured))
+            raise ValueError(f"signal={signal!r} is unknown; {arm} measured: {known}")
         series = [{r["step"]: r[signal] for r in rows if signal in r} for rows in self._runs(arm)]
         steps = sorted(set.intersection(*(set(s) for s in series)))
         return steps, [interval([s[step] for s in series]) for step in steps]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stablerl_core.cli import main
-from stablerl_core.experiments import EXPERIMENTS, Experiment, Results
+from stablerl_core.experiments import EXPERIMENTS, Experiment, Measured, Results
 from stablerl_core.training import DataConfig, NumericsConfig, TrainerConfig
 
 SMALL = TrainerConfig(
@@ -66,6 +66,9 @@ def test_repeat_writes_what_a_notebook_reads(tmp_path):
 def test_every_experiment_predicts_and_has_configurations():
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name and len(experiment.prediction) > 50
+        if isinstance(experiment, Measured):
+            assert all(callable(measure) for measure in experiment.arms.values())
+            continue
         for phases in experiment.arms.values():
             ends = [phase.steps for phase in phases]
             assert ends == sorted(set(ends)), "each phase ends after the one before it"

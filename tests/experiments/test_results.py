@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stablerl_core.experiments import EXPERIMENTS, Results, interval, load, results_folder
+from stablerl_core.experiments import EXPERIMENTS, Measured, Results, interval, load, results_folder
 from stablerl_core.experiments.results import T95
 from stablerl_core.runlog import SIGNALS
 
@@ -60,6 +60,15 @@ def test_band_is_taken_where_every_seed_was_measured():
     assert [i.mean for i in intervals] == pytest.approx([0.1, 0.5])
 
 
+def test_an_experiment_may_have_columns_of_its_own():
+    rows = [{"step": 20, "bias": 0.5}, {"step": 100, "bias": 0.25}]
+    found = Results("toy", "none", {}, {"a": {"0": rows, "1": rows}})
+    steps, intervals = found.band("a", "bias")
+    assert steps == [20, 100] and [i.mean for i in intervals] == [0.5, 0.25]
+    with pytest.raises(ValueError, match="'variance' is unknown; a measured: bias, step"):
+        found.band("a", "variance")
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -88,5 +97,8 @@ def test_a_committed_result_can_be_repeated_and_believed(path):
     for arm, seeds in found.runs.items():
         assert len(seeds) >= 5, f"{arm} has {len(seeds)} seeds; five are the least"
         for rows in seeds.values():
+            if isinstance(experiment, Measured):
+                assert [r.keys() for r in rows] == [r.keys() for r in seeds["0"]]
+                continue
             assert rows[-1]["step"] == experiment.arms[arm][-1].steps
             assert all(set(row) <= set(SIGNALS) for row in rows)
