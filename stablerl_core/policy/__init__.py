@@ -1,6 +1,7 @@
 """Layer 2, policy change: how fast does the policy move?"""
 
 from .advantages import group_advantages
+from .balance import BalanceBounds, balance_bounds
 from .entropy import entropy
 from .kl import exact_kl, kl_estimate
 from .objectives import (
@@ -14,8 +15,10 @@ from .objectives import (
 
 __all__ = [
     "OBJECTIVES",
+    "BalanceBounds",
     "ObjectiveDiagnostics",
     "aggregate",
+    "balance_bounds",
     "entropy",
     "exact_kl",
     "group_advantages",

@@ -1,19 +1,17 @@
-"""Policy objectives: one small function each says what a token is worth, the rest is shared.
+"""Policy objectives: what is shared by all of them, from checks to aggregation and diagnostics.
 
-To add one, write a function (TokenBatch, **options) → TokenTerms and enter it in `OBJECTIVES`
-with its paper's defaults.
+What a token is worth to each is in surrogates.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ._checks import at_least_float32, boolean_mask, finite_where, same_shape
-
-Aggregation = Literal["token", "sequence", "constant"]
+from ._batch import TokenBatch, token_batch
+from ._checks import boolean_mask, same_shape
+from .surrogates import OBJECTIVES, Aggregation, Objective, TokenTerms
 
 
 @dataclass(frozen=True)
@@ -21,73 +19,22 @@ class ObjectiveDiagnostics:
     """What one call saw, as plain numbers over the counted tokens (no gradient).
 
     Ratio and KL compare π_θ with π_old at tokens taken to be drawn from π_old; what separates
-    π_old from the sampler μ is not in them. Without a counted token the ratios are 1, the rest 0.
+    π_old from the sampler μ is not in them. The ratio is a token's also for gspo, whose clip acts
+    on its sequence's. Without a counted token the ratios and the gate are 1, the rest 0.
     """
 
     tokens: int  # counted tokens
     ratio_mean: float  # π_θ/π_old
     ratio_min: float
     ratio_max: float
-    clip_fraction: float  # share of the tokens whose gradient the clip sets to zero: low + high
-    clip_fraction_low: float  # of these, Â < 0 and the ratio below its bound
-    clip_fraction_high: float  # of these, Â > 0 and the ratio above its bound
+    clip_fraction: float  # share of the tokens whose gradient the clip sets to zero (cispo: whose
+    #                       weight it holds at a bound): low + high
+    clip_fraction_low: float  # of these, the ratio below its bound
+    clip_fraction_high: float  # of these, the ratio above its bound
     step_kl_k1: float  # mean of −log ratio: KL(π_old ‖ π_θ) in nats, unbiased, may be negative
     step_kl_k3: float  # mean of ratio − 1 − log ratio: the same KL, unbiased, never negative
-
-
-class TokenBatch(NamedTuple):
-    """A batch made safe: float32 or better, all (B, T), 0 where the mask is False."""
-
-    logp: Tensor  # log π_θ, with gradient
-    log_ratio: Tensor  # log π_θ/π_old, with gradient
-    advantages: Tensor  # detached
-    mask: Tensor
-
-
-class TokenTerms(NamedTuple):
-    """What an objective makes of each token, all (B, T)."""
-
-    surrogate: Tensor  # to be maximised
-    clipped_low: Tensor  # bool: the gradient was set to zero because the ratio is too low
-    clipped_high: Tensor  # bool: … too high
-
-
-@dataclass(frozen=True)
-class Objective:
-    """An entry of `OBJECTIVES`: the per-token function, its options and its aggregation."""
-
-    terms: Callable[..., TokenTerms]
-    aggregation: Aggregation
-    options: Mapping[str, float] = field(default_factory=dict)
-
-
-def _reinforce(batch: TokenBatch) -> TokenTerms:
-    """Â · log π_θ. Source: Williams 1992; no ratio, nothing is clipped."""
-    nothing = torch.zeros_like(batch.mask)
-    return TokenTerms(batch.advantages * batch.logp, nothing, nothing)
-
-
-def _grpo(batch: TokenBatch, clip_low: float, clip_high: float) -> TokenTerms:
-    """min(r Â, clip(r, 1 − clip_low, 1 + clip_high) Â). Source: arXiv 2402.03300 Eq. 3.
-
-    The minimum is r Â except on two flat sides: Â > 0 with r above the range, Â < 0 with r below.
-    Written so, a ratio that overflows on a flat side gives no 0 · inf in the gradient. The other
-    two sides have no bound: with Â < 0 the term falls without limit as r grows.
-    """
-    advantages = batch.advantages
-    ratio = batch.log_ratio.detach().exp()
-    high = (advantages > 0) & (ratio > 1 + clip_high)
-    low = (advantages < 0) & (ratio < 1 - clip_low)
-    no_gradient = high | low | (advantages == 0)
-    moving = batch.log_ratio.masked_fill(no_gradient, 0).exp() * advantages
-    surrogate = torch.where(high, (1 + clip_high) * advantages, moving)
-    return TokenTerms(torch.where(low, (1 - clip_low) * advantages, surrogate), low, high)
-
-
-OBJECTIVES: dict[str, Objective] = {
-    "reinforce": Objective(_reinforce, "constant"),
-    "grpo": Objective(_grpo, "sequence", {"clip_low": 0.2, "clip_high": 0.2}),
-}
+    gate_mean: float = 1.0  # mean share of a token's unclipped gradient that is left: 1 −
+    #                         clip_fraction with a hard clip; what SAPO and a capped weight leave
 
 
 def policy_objective(
@@ -97,41 +44,73 @@ def policy_objective(
     advantages: Tensor,
     mask: Tensor,
     *,
+    sampler_logp: Tensor | None = None,
     clip_low: float | None = None,
     clip_high: float | None = None,
+    dual_clip: float | None = None,
+    tau_positive: float | None = None,
+    tau_negative: float | None = None,
+    ratio_cap: float | None = None,
     aggregation: Aggregation | None = None,
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, ObjectiveDiagnostics]:
     """Loss of a policy-gradient step: minus the aggregated per-token surrogate.
 
-        reinforce   −Σ Â log π_θ                          aggregation "constant": a sum a sequence
-        grpo        −Σ min(r Â, clip(r, 1 − clip_low, 1 + clip_high) Â),  r = π_θ/π_old
-                                                          aggregation "sequence"
+    With r = π_θ/π_old of a token, s = its geometric mean over a sequence, sg = no gradient:
+
+        reinforce          Â log π_θ                                              constant  none
+        grpo               min(r Â, clip(r, 1 − clip_low, 1 + clip_high) Â)       sequence  std
+        dr_grpo            the same                                               constant  none
+        dapo               the same, clip_high > clip_low                         token     std
+        gspo, gspo_token   the same with s for r; gspo_token: gradient per token  sequence  std
+        cispo              sg[clip(r)] Â log π_θ                                  token     std
+        sapo               4/τ σ(τ(r − 1)) Â, τ by the sign of Â                  sequence  std
+        bapo               as grpo, bounds from `balance_bounds`                  sequence  std
+        minirl             M sg[min(π_θ/μ, ratio_cap)] Â log π_θ                  constant  none
+
+    The last columns are the default aggregation and the advantage scale that the source uses (the
+    advantages are yours to compute). An option of None is the default in `OBJECTIVES[name]`.
+    dual_clip (grpo, dr_grpo, dapo, bapo; default inf = none, 3 in arXiv 1912.09729): with Â < 0
+    the term is never below dual_clip · Â.
 
     logp, old_logp: (B, T), log-probabilities of the sampled tokens. old_logp None stands for
     logp.detach(): on-policy, r = 1 in value. advantages: (B,), one a sequence, or (B, T); a
     detached importance weight ≥ 0 may be multiplied in. mask: bool (B, T), tokens that count;
-    what stands elsewhere, NaN included, reaches neither value nor gradient.
-    Who sampled: tokens from π_old. Where the sampler μ differs, see `stablerl_core.system`.
+    what stands elsewhere, NaN included, reaches neither value nor gradient. sampler_logp: log μ,
+    read by minirl and by bapo's search alone; None stands for old_logp.
+    Who sampled: tokens from π_old (minirl: from μ). Where the sampler differs, for the others see
+    `stablerl_core.system`.
     aggregation, denominator: see `aggregate`; with micro-batches pass the whole batch's
-    denominator and add up the losses. The KL penalty is not in here: add
-    kl_coef * aggregate(kl_estimate(…), mask, …) with the same two arguments.
+    denominator (and for bapo its bounds) and add up the losses. The KL penalty is not in here:
+    add kl_coef * aggregate(kl_estimate(…), mask, …) with the same two arguments.
 
-    Defaults are the source's. DeepSeekMath gives GRPO no clip range: 0.2 is PPO's
-    (arXiv 1707.06347 §6.1); DeepSeek-R1 used 10, which leaves the low side open.
+    Defaults are the source's, where it has them. DeepSeekMath gives GRPO no clip range: 0.2 is
+    PPO's (arXiv 1707.06347 §6.1); DeepSeek-R1 used 10, which leaves the low side open. MiniMax
+    does not publish CISPO's clip_high: 4 is the absolute cap 5 of ScaleRL (2510.13786); its low
+    side is open (verl closes it at 0.8). Dr. GRPO's code divides by B · longest allowed length.
 
     Returns (loss, diagnostics): a scalar, float32 (float64 for float64 logp), exactly 0 with zero
     gradient if no token counts; and a frozen `ObjectiveDiagnostics`.
-    Raises `ValueError`: an unknown name, option or aggregation; a shape that is not the above
-    (nothing is broadcast, (B, 1) advantages included); a mask that is not bool; a counted logp,
-    old_logp or advantage that is not finite; a clip or denominator out of range.
-    Source: reinforce Williams 1992; grpo arXiv 2402.03300 Eq. 3 without its KL term.
+    Raises `ValueError`: an unknown name or aggregation; an option or sampler_logp that the
+    objective does not have; a shape that is not the above (nothing is broadcast, (B, 1)
+    advantages included); a mask that is not bool; a counted log-probability or advantage that is
+    not finite; an option or denominator out of range; gspo with advantages that differ within a
+    sequence; bapo with one bound of the two.
+    Source: reinforce Williams 1992; grpo arXiv 2402.03300 Eq. 3 without its KL term; dr_grpo
+    2503.20783; dapo 2503.14476; gspo 2507.18071; cispo 2506.13585; sapo 2511.20347; bapo
+    2510.18927; minirl 2512.01374.
     """
     if name not in OBJECTIVES:
         raise ValueError(f"name is {name!r}, expected one of {sorted(OBJECTIVES)}")
     objective = OBJECTIVES[name]
-    options = _options(name, objective, {"clip_low": clip_low, "clip_high": clip_high})
-    batch = _token_batch(logp, old_logp, advantages, mask)
+    given = dict(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, ratio_cap=ratio_cap)
+    given |= dict(tau_positive=tau_positive, tau_negative=tau_negative)
+    options = _options(name, objective, given)
+    if sampler_logp is not None and not objective.sampler:
+        raise ValueError(
+            f"{name} does not read sampler_logp: multiply an importance weight into advantages"
+        )
+    batch = token_batch(logp, old_logp, sampler_logp, advantages, mask)
     terms = objective.terms(batch, **options)
     loss = aggregate(-terms.surrogate, mask, aggregation or objective.aggregation, denominator)
     return loss, _diagnostics(batch, terms)
@@ -202,37 +181,17 @@ def merge_diagnostics(parts: Sequence[ObjectiveDiagnostics]) -> ObjectiveDiagnos
 
 
 def _options(name: str, objective: Objective, given: Mapping[str, float | None]) -> dict:
-    """The paper's options, replaced by those given; refuse what the objective does not have."""
+    """The source's options, replaced by those given; refuse what the objective does not have."""
     chosen = {key: value for key, value in given.items() if value is not None}
     for key, value in chosen.items():
         if key not in objective.options:
             raise ValueError(f"{name} has no {key} (options: {sorted(objective.options)})")
-        if not value >= 0:
+        if key.startswith("clip") and not value >= 0:
             raise ValueError(f"{key} is {value!r}, expected a number ≥ 0")
+        least = 1 if key == "dual_clip" else 0
+        if not key.startswith("clip") and not value > least:
+            raise ValueError(f"{key} is {value!r}, expected a number > {least}")
     return {**objective.options, **chosen}
-
-
-def _token_batch(
-    logp: Tensor, old_logp: Tensor | None, advantages: Tensor, mask: Tensor
-) -> TokenBatch:
-    """Check shapes and finiteness, cast, and put 0 where the mask is False."""
-    if logp.ndim != 2:
-        raise ValueError(f"logp has shape {tuple(logp.shape)}, expected (B, T)")
-    same_shape(logp=logp, old_logp=old_logp, mask=mask)
-    boolean_mask(mask)
-    if advantages.shape == logp.shape[:1]:
-        advantages = advantages[:, None].expand(logp.shape)
-    if advantages.shape != logp.shape:
-        raise ValueError(
-            f"advantages has shape {tuple(advantages.shape)}, expected ({logp.shape[0]},) or "
-            f"{tuple(logp.shape)}, from logp: pass advantages.squeeze(1) for (B, 1)"
-        )
-    logp, old_logp = at_least_float32(logp=logp, old_logp=old_logp)
-    logp = finite_where("logp", logp, mask)
-    old_logp = logp.detach() if old_logp is None else old_logp.detach()
-    log_ratio = logp - finite_where("old_logp", old_logp, mask)
-    advantages = finite_where("advantages", advantages.detach().to(logp.dtype), mask)
-    return TokenBatch(logp, log_ratio, advantages, mask)
 
 
 def _check_reduction(mask: Tensor, aggregation: str, denominator: float | Tensor) -> None:
@@ -255,10 +214,11 @@ def _check_reduction(mask: Tensor, aggregation: str, denominator: float | Tensor
 def _diagnostics(batch: TokenBatch, terms: TokenTerms) -> ObjectiveDiagnostics:
     log_ratio = batch.log_ratio.detach()[batch.mask]
     if not len(log_ratio):
-        return ObjectiveDiagnostics(0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return ObjectiveDiagnostics(0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
     ratio = log_ratio.exp()
     low = terms.clipped_low[batch.mask].to(ratio.dtype).mean()
     high = terms.clipped_high[batch.mask].to(ratio.dtype).mean()
     k3 = (torch.expm1(log_ratio) - log_ratio).mean()
     numbers = [ratio.mean(), ratio.min(), ratio.max(), low + high, low, high, -log_ratio.mean(), k3]
+    numbers.append(terms.gate[batch.mask].mean())
     return ObjectiveDiagnostics(len(log_ratio), *torch.stack(numbers).tolist())
