@@ -95,6 +95,46 @@ def kl_estimate(
     return ESTIMATORS[estimator](logp, ref_logp, sampler_logp)
 
 
+def kl_in_reward(
+    rewards: Tensor,
+    logp: Tensor,
+    ref_logp: Tensor,
+    mask: Tensor,
+    kl_coef: float,
+    estimator: KLEstimator = "k1",
+) -> Tensor:
+    """Rewards minus the KL penalty of their completions, for advantages to be taken from.
+
+        R_i ← R_i − kl_coef · Σ_t k(o_it)        k1: R_i − kl_coef · log π_θ(o_i)/π_ref(o_i)
+
+    rewards: (B,). logp, ref_logp: (B, T), mask: bool (B, T). Returns (B,), detached, float32
+    (float64 for float64). kl_coef is in reward per nat; the sum is over the whole completion.
+    Who sampled: tokens from π_θ as `logp` has it at sampling time, before any update (old_logp).
+
+    Under a policy gradient "k1" here is ∇KL(π_θ‖π_ref) exactly, which as a loss it is not. "k3"
+    here is not: it gives ∇KL(π_θ‖π_ref) − ∇KL(π_ref‖π_θ), nearly nothing close to the reference.
+    A group's scale "std" then divides the penalty too. In a completion without a counted token
+    the reward stays.
+
+    Raises `ValueError`: shapes that do not fit; mask not bool; a counted entry or a reward that
+    is not finite; kl_coef negative; estimator "unbiased", whose gradient a reward cannot carry.
+    Source: arXiv 1909.08593 Eq. 2.
+    """
+    if estimator == "unbiased":
+        raise ValueError("estimator is 'unbiased', expected 'k1', 'k2' or 'k3': see kl_estimate")
+    if rewards.shape != logp.shape[:1] or logp.ndim != 2:
+        raise ValueError(
+            f"rewards has shape {tuple(rewards.shape)} and logp {tuple(logp.shape)}, expected (B,) "
+            "and (B, T)"
+        )
+    if not 0 <= kl_coef < float("inf"):
+        raise ValueError(f"kl_coef is {kl_coef!r}, expected a finite number ≥ 0")
+    penalty = kl_estimate(logp.detach(), ref_logp, estimator, mask=mask).sum(-1)
+    rewards, penalty = at_least_float32(rewards=rewards.detach(), penalty=penalty)
+    rewards = finite_where("rewards", rewards, torch.ones_like(rewards, dtype=torch.bool))
+    return rewards - kl_coef * penalty
+
+
 def exact_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """KL(π_θ ‖ π_ref) by the sum over the whole vocabulary, in nats; nobody has to sample.
 
