@@ -39,6 +39,16 @@ SIGNALS: dict[str, Signal] = {
     "entropy": Signal(2, "nats/token", "exact entropy of the distribution sampled from"),
     "clip_fraction": Signal(2, "share", "trained tokens whose gradient the ratio clip removed"),
     "ratio_max": Signal(2, "ratio", "largest policy ratio π_θ/π_old among trained tokens"),
+    "positive_share": Signal(
+        2, "share", "Â > 0 tokens' share of Σ |∂loss/∂log π_θ|, over all updates of the step"
+    ),
+    "clip_low": Signal(2, "1", "ε_low in force, where a schedule or BAPO sets it"),
+    "clip_high": Signal(2, "1", "ε_high in force, where a schedule or BAPO sets it"),
+    "kl_coef": Signal(2, "1", "weight of the KL penalty in force, where a schedule sets it"),
+    "entropy_coef": Signal(2, "1", "weight of the entropy bonus in force, where scheduled"),
+    "temperature": Signal(2, "1", "sampling temperature in force, where a schedule sets it"),
+    "group_size": Signal(1, "completions", "completions of a prompt, where a schedule sets it"),
+    "prompts": Signal(1, "prompts", "prompts of the step, where a schedule sets it"),
     "loss": Signal(3, "loss", "the loss that was differentiated, last update of the step"),
     "grad_norm": Signal(3, "2-norm", "gradient norm before clipping, largest of the step"),
     "update_norm": Signal(3, "2-norm", "norm of the parameter change of the whole step"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 
-from ..policy import OBJECTIVES
+from ..policy import OBJECTIVES, Schedule, schedule_from_dict, schedule_to_dict
 
 PRECISIONS = ("float32", "bfloat16", "float16", "float8_e4m3", "int4")
 
@@ -45,18 +46,33 @@ class DataConfig:
 class PolicyConfig:
     """Layer 2. How far one rollout may move the policy.
 
-    `objective` and `aggregation` as in `policy_objective` (`denominator` over the whole batch),
-    `scale` as in `group_advantages`. `kl_coef` times `kl_estimator` of the reference KL joins
-    the loss. A rollout is used for `epochs` passes of `minibatches` updates each.
+    `objective`, its clips, its `aggregation` and `options` as in `policy_objective`; for `bapo`
+    the options are those of `balance_bounds`, which looks at a whole update's rows. `scale` and
+    `baseline` as in `group_advantages`. None is what the objective's source has. A `constant`
+    denominator is rows × `data.max_new_tokens`.
+
+    `kl_coef` times `kl_estimator` of the reference KL joins the loss, or with `kl_in` `reward` is
+    taken from it before groups are compared. The reference becomes the current policy every
+    `reference_every` steps (0 = never). `entropy_coef` times the exact entropy is a bonus.
+    `covariance` `clip_cov` or `kl_cov` tames the share `covariance_share` of an update's tokens
+    that pull entropy down most.
+    A rollout is used for `epochs` passes of `minibatches` updates each.
     """
 
     objective: str = "grpo"
-    scale: str = "std"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    aggregation: str = "sequence"
+    options: dict = field(default_factory=dict)
+    scale: str | None = None
+    baseline: str = "mean"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    aggregation: str | None = None
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    kl_in: str = "loss"
+    reference_every: int = 0
+    entropy_coef: float = 0.0
+    covariance: str | None = None
+    covariance_share: float = 2e-4
     epochs: int = 1
     minibatches: int = 1
     temperature: float = 1.0
@@ -69,19 +85,21 @@ class PolicyConfig:
             _require(value >= 1, f"policy.{name}={value}: must be ≥ 1")
         for name, known in (
             ("objective", tuple(OBJECTIVES)),
-            ("scale", ("std", "none", "batch")),
-            ("aggregation", ("token", "sequence", "constant")),
+            ("scale", (None, "std", "none", "batch")),
+            ("baseline", ("mean", "leave_one_out", "quantile")),
+            ("aggregation", (None, "token", "sequence", "constant")),
             ("kl_estimator", ("k1", "k2", "k3", "unbiased")),
+            ("kl_in", ("loss", "reward")),
+            ("covariance", (None, "clip_cov", "kl_cov")),
         ):
             value = getattr(self, name)
             _require(value in known, f"policy.{name}={value!r}: one of {known}")
-        for name in ("clip_low", "clip_high", "top_k"):
+        for name in ("clip_low", "clip_high", "top_k", "kl_coef", "reference_every"):
             value = getattr(self, name)
-            _require(value >= 0, f"policy.{name}={value}: must be ≥ 0")
+            _require(value is None or value >= 0, f"policy.{name}={value}: must be ≥ 0")
         heat, mass = self.temperature, self.top_p
         _require(0 < heat < inf, f"policy.temperature={heat}: must be > 0 and finite")
         _require(0 < mass <= 1, f"policy.top_p={mass}: must lie in (0, 1]")
-        _require(self.kl_coef >= 0, f"policy.kl_coef={self.kl_coef}: must be ≥ 0")
 
 
 @dataclass(frozen=True)
@@ -157,13 +175,20 @@ GROUPS = {
     "system": SystemConfig,
 }
 
+# Settings that may change between steps. Those a schedule sets are logged under their own name.
+SCHEDULED = (
+    *("data.prompts", "data.group_size", "policy.clip_low", "policy.clip_high"),
+    *("policy.kl_coef", "policy.entropy_coef", "policy.temperature", "numerics.learning_rate"),
+)
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
     """A whole run. `base` names the shipped starting point of the task (`mixtral-cpu`), or a
     preset or checkpoint folder to start from as it is. `out` is a folder for the run log and
     checkpoints, or None to keep nothing. Probes (KL, gap, expert load) look at `probe_rows`
-    sequences every `probe_every` steps."""
+    sequences every `probe_every` steps. `schedules` replaces settings as training goes on:
+    `{"policy.kl_coef": Linear(0.1, 0.0, 100)}`; the value in force is logged."""
 
     base: str = "mixtral-cpu"
     steps: int = 200
@@ -173,11 +198,15 @@ class TrainerConfig:
     probe_every: int = 5
     probe_rows: int = 64
     data: DataConfig = field(default_factory=DataConfig)
-    policy: PolicyConfig = PolicyConfig()
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     numerics: NumericsConfig = NumericsConfig()
     system: SystemConfig = SystemConfig()
+    schedules: dict[str, Schedule] = field(default_factory=dict)
 
     def __post_init__(self):
+        for name in self.schedules:
+            known = ", ".join(SCHEDULED)
+            _require(name in SCHEDULED, f"schedules has {name!r}: one of {known}")
         for name in ("steps", "checkpoint_every", "probe_every", "probe_rows"):
             value = getattr(self, name)
             _require(value >= 1, f"{name}={value}: must be ≥ 1")
@@ -187,9 +216,20 @@ class TrainerConfig:
             f"policy.minibatches={parts} does not divide data.prompts={prompts}",
         )
 
+    def at(self, values: Mapping[str, float]) -> TrainerConfig:
+        """These settings with some replaced: `{"policy.kl_coef": 0.1}`."""
+        config = self
+        for path, value in values.items():
+            group, name = path.split(".")
+            kind = type(getattr(getattr(config, group), name))
+            value = round(value) if kind is int else value
+            config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
+        return config
+
     def to_json(self) -> str:
         """The configuration as JSON text; `TrainerConfig.from_json` is its inverse."""
-        return json.dumps(asdict(self), sort_keys=True)
+        schedules = {path: schedule_to_dict(s) for path, s in self.schedules.items()}
+        return json.dumps(asdict(self) | {"schedules": schedules}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> TrainerConfig:
@@ -200,6 +240,9 @@ class TrainerConfig:
                 values[name] = group(
                     **{k: tuple(v) if isinstance(v, list) else v for k, v in values[name].items()}
                 )
+            schedules = values.get("schedules", {}).items()
+            values["schedules"] = {path: schedule_from_dict(s) for path, s in schedules}
             return cls(**values)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"text is no configuration of this version ({error!r})") from error
+

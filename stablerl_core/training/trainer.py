@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,18 +15,24 @@ from tqdm.auto import tqdm
 
 from ..numerics import clip_gradients
 from ..policy import (
+    OBJECTIVES,
     ObjectiveDiagnostics,
     aggregate,
+    balance_bounds,
+    clip_cov,
+    entropy,
     exact_kl,
     group_advantages,
+    kl_cov,
     kl_estimate,
+    kl_in_reward,
     loss_denominator,
     merge_diagnostics,
     policy_objective,
 )
 from ..rewards import Problem, Reward, Task, reward_by_name, strict_reward, task_by_name
 from ..runlog import RunLog
-from ..system import mismatch_report
+from ..system import masked_log_probs, mismatch_report
 from .base import options_of, starting_point
 from .checkpoint import load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
 from .config import TrainerConfig
@@ -124,7 +130,8 @@ class Trainer:
             tensors, facts = load_checkpoint(Path(out), at_most=log.rows[-1]["step"])
         except FileNotFoundError:
             return trainer
-        for model, prefix in ((trainer.model, "model."), (trainer.sampler, "sampler.")):
+        models = (trainer.model, trainer.sampler, trainer.reference)
+        for model, prefix in zip(models, ("model.", "sampler.", "reference."), strict=True):
             own = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
             if own:
                 model.load_state_dict(own)
@@ -165,7 +172,30 @@ class Trainer:
 
     def step(self) -> dict:
         """One step: sample, judge, update, measure, log, and a checkpoint when it is due."""
-        started, n = time.perf_counter(), self.version + 1
+        configured, started, n = self.config, time.perf_counter(), self.version + 1
+        scheduled = self._scheduled(n)
+        self.config = configured.at(scheduled)
+        try:
+            row = self._step(n) | {path.split(".")[1]: v for path, v in scheduled.items()}
+        finally:
+            self.config = configured
+        row["seconds"] = time.perf_counter() - started
+        self._record(row)
+        if self._out and self._due(self.config.checkpoint_every):
+            self.save()
+        return row
+
+    def _scheduled(self, n: int) -> dict[str, float]:
+        """What the schedules set for step n, from the logged steps before it and nothing else."""
+        rows = [row for row in self.log if row["step"] < n]
+        values = {}
+        for path, schedule in self.config.schedules.items():
+            name = path.split(".")[1]
+            previous = next((row[name] for row in reversed(rows) if name in row), None)
+            values[path] = schedule(n, previous, rows)
+        return values
+
+    def _step(self, n: int) -> dict:
         batch, row, advantages = self._collect(n)
         due = n % self.config.probe_every == 0 or n == 1
         probe = self._before(batch) if due else None
@@ -177,10 +207,8 @@ class Trainer:
         finite = all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
         if finite and self._due(self.config.data.eval_every):  # a policy of NaN answers nothing
             row["heldout_accuracy"] = self.evaluate(n)
-        row["seconds"] = time.perf_counter() - started
-        self._record(row)
-        if self._out and self._due(self.config.checkpoint_every):
-            self.save()
+        if self.config.policy.reference_every and n % self.config.policy.reference_every == 0:
+            self.reference.load_state_dict(self.model.state_dict())
         return row
 
     def _due(self, every: int) -> bool:
@@ -215,9 +243,9 @@ class Trainer:
         batch = self._sample(self.sampler, problems, n, 0, data.group_size, sampling)
         repeated = [p for p in problems for _ in range(data.group_size)]
         rewards = self._judge(batch, repeated)
-        advantages = group_advantages(rewards, data.group_size, scale=policy.scale)
-        flat = (advantages.view(-1, data.group_size) == 0).all(1)
-        first = rewards.view(-1, data.group_size)[:, 0]
+        groups = rewards.view(-1, data.group_size)
+        first = groups[:, 0]
+        flat = (group_advantages(rewards, data.group_size).view_as(groups) == 0).all(1)
         solved = flat & (first >= rewards.max()) & (first > 0)
         row = {
             "step": n,
@@ -229,7 +257,24 @@ class Trainer:
             "entropy": float(batch.entropy[batch.mask].mean()),
             "staleness": self.version - batch.version,
         }
+        advantages = group_advantages(
+            self._penalised(rewards, batch),
+            data.group_size,
+            scale=policy.scale or OBJECTIVES[policy.objective].scale,
+            baseline=policy.baseline,
+        )
         return batch, row, advantages.to(self.model.device, self.model.dtype)
+
+    def _penalised(self, rewards: Tensor, batch: Rollout) -> Tensor:
+        """The rewards, less the KL penalty where it belongs to them; μ sampled the tokens."""
+        policy = self.config.policy
+        if policy.kl_in != "reward" or policy.kl_coef == 0:
+            return rewards
+        with torch.no_grad():
+            ref_logp = completion_logp(self.reference, batch)
+        logp, estimator = batch.sampler_logp, policy.kl_estimator
+        rewards = rewards.to(logp.device)
+        return kl_in_reward(rewards, logp, ref_logp, batch.mask, policy.kl_coef, estimator)
 
     def _judge(self, batch: Rollout, problems: list[Problem]) -> Tensor:
         texts, cut = decode_completions(self.tokenizer, batch), (~batch.finished).tolist()
@@ -297,55 +342,126 @@ class Trainer:
             "clip_fraction": seen.clip_fraction,
             "ratio_max": seen.ratio_max,
         }
+        positive, total = sum(update.rule.pull for update in done).tolist()
+        if total:
+            row["positive_share"] = positive / total
+        if policy.objective == "bapo":
+            for name in ("clip_low", "clip_high"):
+                row[name] = sum(update.rule.clip[name] or 0.0 for update in done) / len(done)
         return row | (done[0].gap if gap is None else gap)
 
     def _one_update(self, batch, advantages, old_logp, rows) -> _Update:
         """One optimizer step on some rows; what it saw before stepping."""
-        denominator = loss_denominator(batch.mask[rows], self.config.policy.aggregation)
-        if self.config.policy.kl_coef == 0:
-            # Equal rewards give these rows no gradient; the denominator still counts them.
+        policy, denominator = self.config.policy, self._denominator(batch.mask[rows])
+        if (policy.kl_coef == 0 or policy.kl_in == "reward") and policy.entropy_coef == 0:
+            # Without an advantage these rows have no gradient; the denominator counts them.
             rows = rows[advantages[rows] != 0]
+        rule = self._rule(batch, advantages, old_logp, rows)
         loss, diagnostics = 0.0, [NOTHING_SEEN]
         scored = torch.zeros_like(batch.sampler_logp)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for chunk in micro_batches(batch, rows, self.config.numerics.micro_batch):
             piece = select_rows(batch, chunk)
-            logp = completion_logp(self.model, piece)
+            logits = completion_logits(self.model, piece)
+            value, seen, logp = self._loss(logits, old_logp, rule, chunk, piece, denominator)
             scored[chunk, : logp.shape[1]] = logp.detach()
-            old = None if old_logp is None else old_logp[chunk, : logp.shape[1]]
-            value, seen = self._loss(logp, old, advantages[chunk], piece, denominator)
             value.backward()
             loss += value.item()
             diagnostics.append(seen)
         norm, finite = self._apply(loss)
         gap = _gap(scored[rows], select_rows(batch, rows)) if len(rows) else {}
-        return _Update(loss, norm, finite, gap, diagnostics)
+        return _Update(loss, norm, finite, gap, diagnostics, rule)
 
-    def _loss(self, logp, old_logp, advantages, piece: Rollout, denominator):
+    def _denominator(self, mask: Tensor) -> int:
+        """What the sum over an update's rows is divided by, however they are split."""
+        whole = loss_denominator(mask, self._aggregation)
+        constant = self._aggregation == "constant"
+        return whole * self.config.data.max_new_tokens if constant else whole
+
+    @torch.no_grad()
+    def _rule(self, batch, advantages, old_logp, rows) -> _Rule:
+        """What is decided from all rows of an update before it is split into micro-batches."""
         policy = self.config.policy
+        rule = _Rule({"clip_low": policy.clip_low, "clip_high": policy.clip_high}, advantages)
+        searches = policy.objective == "bapo" and policy.clip_low is None is policy.clip_high
+        if not (searches or policy.covariance) or len(rows) == 0:
+            return rule
+        piece = select_rows(batch, rows)
+        logp, width = completion_logp(self.model, piece), piece.mask.shape[1]
         if not torch.isfinite(logp[piece.mask]).all():
-            return logp.sum() * math.nan, NOTHING_SEEN  # counted and handled in _apply
-        clip = {"clip_low": policy.clip_low, "clip_high": policy.clip_high}
+            return rule
+        if searches:
+            old = None if old_logp is None else old_logp[rows, :width]
+            options = {k: v for k, v in policy.options.items() if k != "dual_clip"}
+            found = balance_bounds(
+                logp,
+                old,
+                advantages[rows],
+                piece.mask,
+                sampler_logp=piece.sampler_logp,
+                **options,
+            )
+            rule.clip = {"clip_low": found.clip_low, "clip_high": found.clip_high}
+        if policy.covariance:
+            wide = advantages[:, None].repeat(1, batch.mask.shape[1])
+            given, share = (wide[rows, :width], logp, piece.mask), policy.covariance_share
+            if policy.covariance == "clip_cov":
+                chance = self._generator(self.updates, 3)
+                wide[rows, :width] = clip_cov(*given, ratio=share, generator=chance)
+                rule.advantages = wide
+            else:
+                rule.anchored = torch.zeros_like(batch.mask)
+                rule.anchored[rows, :width] = kl_cov(*given, ratio=share)
+        return rule
+
+    def _loss(self, logits, old_logp, rule: _Rule, chunk, piece: Rollout, denominator):
+        """Loss of some rows, and what their objective saw."""
+        policy, width = self.config.policy, piece.mask.shape[1]
+        logp = masked_log_probs(logits, piece.tokens, piece.kept, piece.sampling.temperature)
+        if not torch.isfinite(logp[piece.mask]).all():
+            return logp.sum() * math.nan, NOTHING_SEEN, logp  # counted and handled in _apply
+        old = None if old_logp is None else old_logp[chunk, :width]
+        advantages, how = rule.advantages[chunk], (piece.mask, self._aggregation, denominator)
+        advantages = advantages[:, :width] if advantages.ndim == 2 else advantages
         loss, seen = policy_objective(
             policy.objective,
             logp,
-            old_logp,
+            old,
             advantages,
             piece.mask,
-            aggregation=policy.aggregation,
+            sampler_logp=piece.sampler_logp if policy.objective == "minirl" else None,
+            aggregation=self._aggregation,
             denominator=denominator,
-            **({} if policy.objective == "reinforce" else clip),
+            **rule.clip,
+            **self._objective_options,
         )
-        if policy.kl_coef:
+        rule.pull += _pull(loss, logp, advantages)
+        if policy.kl_coef and policy.kl_in == "loss":
             with torch.no_grad():
                 ref_logp = completion_logp(self.reference, piece)
             drawn = piece.sampler_logp if policy.kl_estimator == "unbiased" else None
             kl = kl_estimate(logp, ref_logp, policy.kl_estimator, drawn, mask=piece.mask)
-            loss = loss + policy.kl_coef * aggregate(
-                kl, piece.mask, policy.aggregation, denominator
-            )
-        return loss, seen
+            loss = loss + policy.kl_coef * aggregate(kl, *how)
+        if policy.entropy_coef:
+            bonus = aggregate(entropy(logits / piece.sampling.temperature), *how)
+            loss = loss - policy.entropy_coef * bonus
+        if rule.anchored is not None and old is not None:
+            moved = torch.where(rule.anchored[chunk, :width], (logp - old).abs(), 0.0)
+            loss = loss + aggregate(moved, *how)
+        return loss, seen, logp
+
+    @property
+    def _aggregation(self) -> str:
+        policy = self.config.policy
+        return policy.aggregation or OBJECTIVES[policy.objective].aggregation
+
+    @property
+    def _objective_options(self) -> dict:
+        policy = self.config.policy
+        known = OBJECTIVES[policy.objective].options
+        searched = policy.objective == "bapo"  # its other options are those of the search
+        return {k: v for k, v in policy.options.items() if k in known or not searched}
 
     def _apply(self, loss: float) -> tuple[float, bool]:
         """Clip, decide about faults, step; returns the gradient norm and whether all was finite."""
@@ -422,6 +538,8 @@ class Trainer:
         tensors = {f"model.{k}": t for k, t in self.model.state_dict().items()}
         if self.sampler is not self.model:
             tensors |= {f"sampler.{k}": t for k, t in self.sampler.state_dict().items()}
+        if self.config.policy.reference_every:
+            tensors |= {f"reference.{k}": t for k, t in self.reference.state_dict().items()}
         tensors |= optimizer_tensors(self._optimizer, self._names)
         facts = {
             "version": self.version,
@@ -438,6 +556,29 @@ class _Update:
     finite: bool
     gap: dict
     diagnostics: list[ObjectiveDiagnostics]
+    rule: _Rule
+
+
+@dataclass
+class _Rule:
+    """An update's clip bounds and advantages, and what its micro-batches added up.
+
+    `anchored` (B, T) are the tokens that KL-Cov pulls back; `pull` is (2,): Σ|∂loss/∂log π_θ| of
+    the objective over tokens with Â > 0, and over all.
+    """
+
+    clip: dict[str, float | None]
+    advantages: Tensor
+    anchored: Tensor | None = None
+    pull: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+
+
+def _pull(loss: Tensor, logp: Tensor, advantages: Tensor) -> Tensor:
+    """How hard the objective pulls at its tokens: those with Â > 0, and all, (2,)."""
+    (weight,) = torch.autograd.grad(loss, logp, retain_graph=True)
+    weight = weight.abs().double()
+    positive = (advantages > 0).view(len(weight), -1)
+    return torch.stack([(weight * positive).sum(), weight.sum()]).cpu()
 
 
 def _check_device(name: str) -> None:

@@ -31,6 +31,7 @@ STEP = {
     "solved_groups",
     "entropy",
     "clip_fraction",
+    "positive_share",
     "ratio_max",
     "loss",
     "grad_norm",
