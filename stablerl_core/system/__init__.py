@@ -1,6 +1,59 @@
 """Layer 4, the training system: did the logged probabilities come from the policy that sampled?"""
 
-from .mismatch import MismatchReport, mismatch_report
+from .corrections import (
+    CORRECTIONS,
+    ImportanceWeights,
+    catastrophic_veto,
+    geometric_rejection,
+    importance_weights,
+    minimum_prefix_weights,
+    prefix_weights,
+)
+from .lr_surge import LengthSurgeDecay, length_surge
+from .mismatch import MismatchReport, ProbabilityBin, logit_noise_bound, mismatch_report
+from .off_policy import off_policy_sequence_mask, positional_decay, weight_threshold_mask
 from .sampling import Sample, masked_log_probs, sample_tokens
+from .tokenization import TokenizationDrift, round_trip_drift
+from .vocabulary import SafeVocabulary, safe_vocabulary
+from .weight_sync import (
+    ControlVerdict,
+    Fingerprint,
+    SyncFault,
+    SyncReport,
+    compare_fingerprints,
+    fingerprints,
+    lr_zero_control,
+)
 
-__all__ = ["MismatchReport", "Sample", "masked_log_probs", "mismatch_report", "sample_tokens"]
+__all__ = [
+    "CORRECTIONS",
+    "ControlVerdict",
+    "Fingerprint",
+    "ImportanceWeights",
+    "LengthSurgeDecay",
+    "MismatchReport",
+    "ProbabilityBin",
+    "SafeVocabulary",
+    "Sample",
+    "SyncFault",
+    "SyncReport",
+    "TokenizationDrift",
+    "catastrophic_veto",
+    "compare_fingerprints",
+    "fingerprints",
+    "geometric_rejection",
+    "importance_weights",
+    "length_surge",
+    "logit_noise_bound",
+    "lr_zero_control",
+    "masked_log_probs",
+    "minimum_prefix_weights",
+    "mismatch_report",
+    "off_policy_sequence_mask",
+    "positional_decay",
+    "prefix_weights",
+    "round_trip_drift",
+    "safe_vocabulary",
+    "sample_tokens",
+    "weight_threshold_mask",
+]
