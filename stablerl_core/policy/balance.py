@@ -82,9 +82,9 @@ def balance_bounds(
     share = (sums[:, 0] / sums[:, 1]).abs().nan_to_num(nan=0.0, posinf=float("inf")).tolist()
     stuck = 0 if not sums[:, 0].any() else len(path) - 1
     chosen = next((k for k, s in enumerate(share) if s >= target), stuck)
-    c_low, c_high = path[chosen]
+    clip_low, clip_high = (round(abs(bound - 1), 12) for bound in path[chosen])  # 0.2, not 0.1999…
     return BalanceBounds(
-        1 - c_low, c_high - 1, share[chosen], share[0], reached=share[chosen] >= target
+        clip_low, clip_high, share[chosen], share[0], reached=share[chosen] >= target
     )
 
 

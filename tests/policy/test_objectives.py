@@ -8,13 +8,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stablerl_core.policy import (
     OBJECTIVES,
     ObjectiveDiagnostics,
     aggregate,
+    balance_bounds,
     loss_denominator,
     merge_diagnostics,
     policy_objective,
@@ -22,6 +23,7 @@ from stablerl_core.policy import (
 
 AGGREGATIONS = ["token", "sequence", "constant"]
 NAMES = sorted(OBJECTIVES)
+CASES = [(n, s) for n in NAMES for s in ("rows", "tokens") if (n, s) != ("gspo", "tokens")]
 INF, NAN = math.inf, math.nan
 
 
@@ -60,21 +62,27 @@ def same(actual, expected):
     torch.testing.assert_close(*numbers, rtol=1e-6, atol=1e-9)
 
 
-every = given(
-    st.integers(0, 10_000),
-    st.integers(1, 5),
-    st.integers(1, 6),
-    st.sampled_from(["rows", "tokens"]),
-    st.sampled_from(NAMES),
-    st.sampled_from(AGGREGATIONS),
-)
+def drawn_by_another(name, logp, seed):
+    """A sampler's log-probabilities, for the objectives that read them."""
+    if not OBJECTIVES[name].sampler:
+        return {}
+    generator = torch.Generator().manual_seed(seed + 7)
+    return {"sampler_logp": logp + torch.randn(logp.shape, generator=generator).double()}
+
+
+def every(test):
+    """All objectives, advantages a sequence and a token; sizes and numbers by hypothesis."""
+    sizes = st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 6)
+    test = settings(max_examples=25)(given(*sizes, st.sampled_from(AGGREGATIONS))(test))
+    return pytest.mark.parametrize("name, shape", CASES)(test)
 
 
 @every
-def test_padding_changes_nothing(seed, rows, columns, shape, name, aggregation):
+def test_padding_changes_nothing(name, shape, seed, rows, columns, aggregation):
     """Columns appended on the right, full of NaN and infinities, with mask False."""
     logp, old_logp, advantages, mask = batch(seed, rows, columns, shape)
-    expected = run(name, logp, old_logp, advantages, mask, aggregation=aggregation)
+    drawn = drawn_by_another(name, logp, seed)
+    expected = run(name, logp, old_logp, advantages, mask, aggregation=aggregation, **drawn)
 
     def padded(x, *values):
         return torch.cat([x, torch.tensor(values, dtype=x.dtype).expand(rows, -1)], dim=1)
@@ -88,6 +96,7 @@ def test_padding_changes_nothing(seed, rows, columns, shape, name, aggregation):
         advantages,
         padded(mask, False, False, False),
         aggregation=aggregation,
+        **{key: padded(x, NAN, INF, -INF) for key, x in drawn.items()},
     )
     assert torch.equal(actual[1][:, columns:], torch.zeros(rows, 3, dtype=torch.float64))
     same((actual[0], actual[1][:, :columns], actual[2]), expected)
@@ -95,26 +104,32 @@ def test_padding_changes_nothing(seed, rows, columns, shape, name, aggregation):
 
 @every
 def test_permuting_the_sequences_permutes_the_gradient(
-    seed, rows, columns, shape, name, aggregation
+    name, shape, seed, rows, columns, aggregation
 ):
     tensors = batch(seed, rows, columns, shape)
+    drawn = drawn_by_another(name, tensors[0], seed)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed + 1))
-    expected = run(name, *tensors, aggregation=aggregation)
-    actual = run(name, *(x[order] for x in tensors), aggregation=aggregation)
+    expected = run(name, *tensors, aggregation=aggregation, **drawn)
+    drawn = {key: x[order] for key, x in drawn.items()}
+    actual = run(name, *(x[order] for x in tensors), aggregation=aggregation, **drawn)
     same(actual, (expected[0], expected[1][order], expected[2]))
 
 
 @every
-def test_micro_batches_add_up_to_the_batch(seed, rows, columns, shape, name, aggregation):
-    """Uneven parts, each with the whole batch's denominator: losses, gradients, diagnostics."""
+def test_micro_batches_add_up_to_the_batch(name, shape, seed, rows, columns, aggregation):
+    """Uneven parts, each with the whole batch's denominator and, for bapo, its bounds."""
     tensors = batch(seed, rows, columns, shape)
-    expected = run(name, *tensors, aggregation=aggregation)
-    whole = loss_denominator(tensors[3], aggregation)
+    drawn = drawn_by_another(name, tensors[0], seed)
+    expected = run(name, *tensors, aggregation=aggregation, **drawn)
+    whole = {"aggregation": aggregation, "denominator": loss_denominator(tensors[3], aggregation)}
+    if name == "bapo":
+        found = balance_bounds(*tensors, **drawn)
+        whole |= {"clip_low": found.clip_low, "clip_high": found.clip_high}
     cut = 1 + seed % rows
-    parts = [
-        run(name, *(x[piece] for x in tensors), aggregation=aggregation, denominator=whole)
-        for piece in (slice(0, cut), slice(cut, None))
-    ]
+    parts = []
+    for piece in (slice(0, cut), slice(cut, None)):
+        own = {key: x[piece] for key, x in drawn.items()}
+        parts.append(run(name, *(x[piece] for x in tensors), **whole, **own))
     loss = sum(part[0] for part in parts)
     grad = torch.cat([part[1] for part in parts])
     same((loss, grad, merge_diagnostics([part[2] for part in parts])), expected)
@@ -145,10 +160,27 @@ def test_the_three_aggregations_by_hand():
             assert actual.item() == pytest.approx(total / 7)
 
 
-@pytest.mark.parametrize("name, aggregation", [("reinforce", "constant"), ("grpo", "sequence")])
-def test_default_aggregation_and_clip_are_the_sources(name, aggregation):
+NO_DUAL = {"dual_clip": INF}
+SOURCES = {  # aggregation, advantage scale, options
+    "reinforce": ("constant", "none", {}),
+    "grpo": ("sequence", "std", {"clip_low": 0.2, "clip_high": 0.2} | NO_DUAL),
+    "dr_grpo": ("constant", "none", {"clip_low": 0.2, "clip_high": 0.2} | NO_DUAL),
+    "dapo": ("token", "std", {"clip_low": 0.2, "clip_high": 0.28} | NO_DUAL),
+    "gspo": ("sequence", "std", {"clip_low": 3e-4, "clip_high": 4e-4}),
+    "gspo_token": ("sequence", "std", {"clip_low": 3e-4, "clip_high": 4e-4}),
+    "cispo": ("token", "std", {"clip_low": INF, "clip_high": 4.0}),
+    "sapo": ("sequence", "std", {"tau_positive": 1.0, "tau_negative": 1.05}),
+    "bapo": ("sequence", "std", {"clip_low": None, "clip_high": None} | NO_DUAL),
+    "minirl": ("constant", "none", {"clip_low": 0.2, "clip_high": 0.27, "ratio_cap": 5.0}),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_defaults_are_the_sources(name):
+    aggregation, scale, options = SOURCES[name]
+    entry = OBJECTIVES[name]
+    assert (entry.aggregation, entry.scale, entry.options) == (aggregation, scale, options)
     tensors = batch(1, 4, 5)
-    options = {"clip_low": 0.2, "clip_high": 0.2} if name == "grpo" else {}
     same(run(name, *tensors), run(name, *tensors, aggregation=aggregation, **options))
     others = [run(name, *tensors, aggregation=a)[0] for a in AGGREGATIONS if a != aggregation]
     assert all(abs(other - run(name, *tensors)[0]) > 1e-3 for other in others)
@@ -176,7 +208,7 @@ def test_a_loss_of_zero_with_a_gradient_is_healthy():
 
 def test_advantages_a_sequence_are_the_same_as_advantages_a_token():
     logp, old_logp, advantages, mask = batch(3, 4, 4)  # B = T: where a wrong broadcast would hide
-    for name in NAMES:
+    for name in NAMES:  # gspo too: what it refuses is a difference within a sequence
         expected = run(name, logp, old_logp, advantages[:, None].repeat(1, 4), mask)
         same(run(name, logp, old_logp, advantages, mask), expected)
 
@@ -194,7 +226,7 @@ def test_no_counted_token_gives_a_connected_zero(name, aggregation, shape, fill)
     loss.backward()
     assert str(loss.item()) == "0.0"
     assert torch.equal(logp.grad, torch.zeros(shape))
-    assert seen == ObjectiveDiagnostics(0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert seen == ObjectiveDiagnostics(0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -252,20 +284,47 @@ def test_diagnostics_by_hand():
             clip_fraction_high=0.25,
             step_kl_k1=-log_2 / 4,
             step_kl_k3=(5.5 - 4 - log_2) / 4,
+            gate_mean=0.5,
         )
     )
 
 
 @every
 def test_the_clip_fraction_is_the_share_of_tokens_without_gradient(
-    seed, rows, columns, shape, name, aggregation
+    name, shape, seed, rows, columns, aggregation
 ):
+    """Except for cispo, which leaves none without: see the next test."""
     tensors = batch(seed, rows, columns, shape)
     _, grad, seen = run(name, *tensors, aggregation=aggregation)
     mask = tensors[3]
     without = (grad[mask] == 0).sum().item()
     assert seen.tokens == mask.sum()
-    assert seen.clip_fraction * max(1, seen.tokens) == pytest.approx(without)
+    clipped = seen.clip_fraction * max(1, seen.tokens)
+    assert 0 == without if name == "cispo" else clipped == pytest.approx(without)
+    assert seen.clip_fraction == pytest.approx(seen.clip_fraction_low + seen.clip_fraction_high)
+
+
+def test_capped_weights_count_as_clipped_in_cispo_and_the_gate_tells_how_much_is_left():
+    """Ratios ¼, 1, 5, 10, of both signs, bounds ½ and 4: weights ½, 1, 4, 4."""
+    ratio = torch.tensor([[0.25, 1.0, 5.0, 10.0], [0.25, 1.0, 5.0, 10.0]], dtype=torch.float64)
+    advantages, mask = torch.tensor([1.0, -1.0]).double(), torch.ones(2, 4, dtype=torch.bool)
+    options = {"clip_low": 0.5, "clip_high": 3.0}
+    _, grad, seen = run("cispo", ratio.log(), torch.zeros_like(ratio), advantages, mask, **options)
+    close(-8 * grad, torch.tensor([[0.5, 1, 4, 4], [-0.5, -1, -4, -4]]).double())
+    assert (seen.clip_fraction_low, seen.clip_fraction_high) == (0.25, 0.5)
+    assert seen.gate_mean == pytest.approx((2 + 1 + 0.8 + 0.4) / 4)
+    _, _, seen = run("cispo", ratio.log(), torch.zeros_like(ratio), 0 * advantages, mask, **options)
+    assert seen.clip_fraction == 0
+
+
+def test_the_gate_of_sapo_and_of_minirl():
+    """Ratios 1 and 2; MiniRL's mask takes the second, its cap halves what is left of the first."""
+    ratio = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    rest = torch.zeros_like(ratio), torch.ones(1).double(), torch.ones(1, 2, dtype=torch.bool)
+    _, _, seen = run("sapo", ratio.log(), *rest)
+    assert seen.gate_mean == pytest.approx((1 + math.cosh(0.5) ** -2) / 2)
+    _, _, seen = run("minirl", ratio.log(), *rest, sampler_logp=torch.full_like(ratio, 0.1).log())
+    assert (seen.clip_fraction_high, seen.gate_mean) == (0.5, pytest.approx(0.25))
 
 
 def test_diagnostics_are_frozen_and_detached():
@@ -276,22 +335,51 @@ def test_diagnostics_are_frozen_and_detached():
         seen.tokens = 0
 
 
-def test_a_ratio_that_overflows_on_the_clipped_side_leaves_no_nan():
-    """r = e^100 is inf in float32: with Â > 0 it is clipped, with Â = 0 it is worth nothing."""
-    logp = torch.tensor([[-1.0], [-1.0]])
-    old_logp = logp - 100
-    mask = torch.ones(2, 1, dtype=torch.bool)
-    loss, grad, seen = run("grpo", logp, old_logp, torch.tensor([1.0, 0.0]), mask)
-    assert loss.item() == pytest.approx(-1.2 / 2)
-    assert grad.tolist() == [[0.0], [0.0]]
-    assert seen.ratio_max == INF and seen.clip_fraction_high == 0.5
+UNBOUNDED = ["bapo", "dapo", "dr_grpo", "grpo", "gspo", "gspo_token"]  # for Â < 0 and a large r
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("log_ratio", [-1e3, -100.0, 100.0, 1e3])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_a_ratio_that_overflows_leaves_no_nan(name, log_ratio, advantage):
+    """e^100 is inf in float32. Where the term has a flat side or a cap, all is finite."""
+    logp, mask = torch.full((1, 2), -1.0), torch.ones(1, 2, dtype=torch.bool)
+    arguments = logp, logp - log_ratio, torch.tensor([advantage]), mask
+    loss, grad, seen = run(name, *arguments)
+    assert not loss.isnan() and not grad.isnan().any()
+    unbounded = name in UNBOUNDED and advantage < 0 and log_ratio > 0
+    assert bool(loss.isfinite()) is not unbounded and bool(grad.isfinite().all()) is not unbounded
+    assert seen.ratio_max == (INF if log_ratio > 0 else 0) or log_ratio == -100
+    if unbounded and "dual_clip" in OBJECTIVES[name].options:
+        loss, grad, seen = run(name, *arguments, dual_clip=3.0, denominator=1)
+        assert loss.item() == pytest.approx(
+            3 * (1 if OBJECTIVES[name].aggregation == "sequence" else 2)
+        )
+        assert grad.tolist() == [[0.0, 0.0]] and seen.clip_fraction_high == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_token_rows(name):
+    """A sequence of one token is the token: gspo has grpo's term, whatever the aggregation."""
+    logp, old_logp, advantages, _ = batch(7, 6, 1)
+    mask = torch.ones(6, 1, dtype=torch.bool)
+    runs = [run(name, logp, old_logp, advantages, mask, aggregation=a) for a in AGGREGATIONS]
+    for other in runs[1:]:
+        same(other, runs[0])
+    if name.startswith("gspo"):
+        options = OBJECTIVES[name].options
+        same(runs[0], run("grpo", logp, old_logp, advantages, mask, **options))
 
 
 def test_gradient_reaches_logp_only():
-    tensors = [x.requires_grad_() if x.is_floating_point() else x for x in batch(6, 2, 3)]
-    policy_objective("grpo", *tensors)[0].backward()
-    assert tensors[0].grad is not None
-    assert tensors[1].grad is None and tensors[2].grad is None
+    for name in NAMES:
+        tensors = [x.requires_grad_() if x.is_floating_point() else x for x in batch(6, 2, 3)]
+        drawn = {
+            k: x.detach().requires_grad_() for k, x in drawn_by_another(name, tensors[0], 6).items()
+        }
+        policy_objective(name, *tensors, **drawn)[0].backward()
+        assert tensors[0].grad is not None
+        assert all(x.grad is None for x in [*tensors[1:3], *drawn.values()])
 
 
 def test_merging_nothing():
@@ -323,6 +411,18 @@ def with_one(value, at):
         (dict(name="reinforce", clip_low=0.2), "reinforce has no clip_low"),
         (dict(clip_high=-0.1), "clip_high is -0.1, expected a number ≥ 0"),
         (dict(clip_low=NAN), "clip_low is nan"),
+        (dict(name="gspo", dual_clip=3.0), "gspo has no dual_clip"),
+        (dict(dual_clip=1.0), "dual_clip is 1.0, expected a number > 1"),
+        (dict(name="sapo", tau_negative=0.0), "tau_negative is 0.0, expected a number > 0"),
+        (dict(name="minirl", ratio_cap=-5.0), "ratio_cap is -5.0, expected a number > 0"),
+        (dict(name="bapo", clip_low=0.4), "bapo got clip_low=0.4 and clip_high=None"),
+        (dict(sampler_logp=torch.zeros(3, 2)), "grpo does not read sampler_logp"),
+        (dict(name="minirl", sampler_logp=torch.zeros(3, 1)), r"sampler_logp has shape \(3, 1\)"),
+        (dict(name="minirl", sampler_logp=with_one(-INF, (1, 1))), r"sampler_logp is -inf at"),
+        (
+            dict(name="gspo", advantages=torch.tensor([[1.0, 1.0], [1.0, 2.0], [0.0, 0.0]])),
+            "advantages differ between the tokens of 1 sequences",
+        ),
         (dict(aggregation="mean"), "aggregation is 'mean', expected 'token'"),
         (dict(denominator=0), "denominator is 0.0, expected a finite number > 0"),
         (dict(denominator=NAN), "denominator is nan"),
