@@ -332,5 +332,11 @@ def completion_logp(model: PreTrainedModel, batch: Rollout) -> Tensor:
     The distribution is the one that was sampled from: same temperature, same kept sets. Values
     at padding are arbitrary but finite.
     """
+    return completion_scores(model, batch)[1]
+
+
+def completion_scores(model: PreTrainedModel, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Logits (B, T, V) of `completion_logits` and the log π (B, T) of `completion_logp`."""
     logits = completion_logits(model, batch)
-    return masked_log_probs(logits, batch.tokens, batch.kept, batch.sampling.temperature)
+    kept, temperature = batch.kept, batch.sampling.temperature
+    return logits, masked_log_probs(logits, batch.tokens, kept, temperature)

@@ -32,7 +32,7 @@ from ..policy import (
 )
 from ..rewards import Problem, Reward, Task, reward_by_name, strict_reward, task_by_name
 from ..runlog import RunLog
-from ..system import masked_log_probs, mismatch_report
+from ..system import mismatch_report
 from .base import options_of, starting_point
 from .checkpoint import load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
 from .config import TrainerConfig
@@ -44,6 +44,7 @@ from .rollout import (
     Sampling,
     completion_logits,
     completion_logp,
+    completion_scores,
     decode_completions,
     encode_prompts,
     fed_positions,
@@ -363,8 +364,8 @@ class Trainer:
             parameter.grad = torch.zeros_like(parameter)
         for chunk in micro_batches(batch, rows, self.config.numerics.micro_batch):
             piece = select_rows(batch, chunk)
-            logits = completion_logits(self.model, piece)
-            value, seen, logp = self._loss(logits, old_logp, rule, chunk, piece, denominator)
+            logits, logp = completion_scores(self.model, piece)
+            value, seen = self._loss(logits, logp, old_logp, rule, chunk, piece, denominator)
             scored[chunk, : logp.shape[1]] = logp.detach()
             value.backward()
             loss += value.item()
@@ -415,12 +416,11 @@ class Trainer:
                 rule.anchored[rows, :width] = kl_cov(*given, ratio=share)
         return rule
 
-    def _loss(self, logits, old_logp, rule: _Rule, chunk, piece: Rollout, denominator):
+    def _loss(self, logits, logp, old_logp, rule: _Rule, chunk, piece: Rollout, denominator):
         """Loss of some rows, and what their objective saw."""
         policy, width = self.config.policy, piece.mask.shape[1]
-        logp = masked_log_probs(logits, piece.tokens, piece.kept, piece.sampling.temperature)
         if not torch.isfinite(logp[piece.mask]).all():
-            return logp.sum() * math.nan, NOTHING_SEEN, logp  # counted and handled in _apply
+            return logp.sum() * math.nan, NOTHING_SEEN  # counted and handled in _apply
         old = None if old_logp is None else old_logp[chunk, :width]
         advantages, how = rule.advantages[chunk], (piece.mask, self._aggregation, denominator)
         advantages = advantages[:, :width] if advantages.ndim == 2 else advantages
@@ -449,7 +449,7 @@ class Trainer:
         if rule.anchored is not None and old is not None:
             moved = torch.where(rule.anchored[chunk, :width], (logp - old).abs(), 0.0)
             loss = loss + aggregate(moved, *how)
-        return loss, seen, logp
+        return loss, seen
 
     @property
     def _aggregation(self) -> str:

@@ -412,12 +412,15 @@ def test_rows_without_advantage_are_left_out_without_a_trace(monkeypatch, object
     lean = Trainer(tiny_config(probe_every=9, **options))
     full = Trainer(tiny_config(probe_every=9, policy__kl_coef=1e-30, **options))
     rows_scored = []
-    plain = trainer_module.completion_logp
-    monkeypatch.setattr(
-        trainer_module,
-        "completion_logp",
-        lambda model, batch: rows_scored.append(len(batch.tokens)) or plain(model, batch),
-    )
+    for name in ("completion_scores", "completion_logp"):  # the policy's, the reference's
+        plain = getattr(trainer_module, name)
+        monkeypatch.setattr(
+            trainer_module,
+            name,
+            lambda model, batch, plain=plain: (
+                rows_scored.append(len(batch.tokens)) or plain(model, batch)
+            ),
+        )
     a, scored_by_lean = gradients(lean, monkeypatch)[0], sum(rows_scored)
     b, scored_by_full = gradients(full, monkeypatch)[0], sum(rows_scored) - scored_by_lean
     assert scored_by_lean < 48 and scored_by_full == 48 + 48  # policy and reference
@@ -426,7 +429,7 @@ def test_rows_without_advantage_are_left_out_without_a_trace(monkeypatch, object
 
 
 def test_the_gradient_is_that_of_the_formula(monkeypatch):
-    """Dr. GRPO by hand: −Σ Â log π / B on the batch that was sampled."""
+    """Dr. GRPO by hand: −Σ Â log π / (B · longest allowed) on the batch that was sampled."""
     trainer = Trainer(
         tiny_config(
             policy__objective="reinforce", policy__aggregation="constant", policy__scale="none"
@@ -454,7 +457,7 @@ def test_the_gradient_is_that_of_the_formula(monkeypatch):
         start = batch.prompt.shape[1]
         logp = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
         chosen = logp.gather(1, ids[0, start:, None])
-        (-advantages[i] * chosen.sum() / 24).backward()
+        (-advantages[i] * chosen.sum() / (24 * 10)).backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert (actual - expected).norm() < 1e-5 * expected.norm()
 
