@@ -85,7 +85,8 @@ def clip_cov(
     candidates = mask & (covariance > low) & (covariance < high)
     if clipped is not None:
         same_shape(mask=mask, clipped=clipped)
-        boolean_mask(clipped)
+        if clipped.dtype != torch.bool:
+            raise ValueError(f"clipped has dtype {clipped.dtype}, expected torch.bool")
         candidates &= ~clipped
     at = candidates.nonzero()
     wanted = max(1, int(ratio * mask.sum()))

@@ -79,7 +79,9 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float = 0.05) -> Tensor:
     Returns (B,), float32. So that Σ_k λ^k ≈ 1 / (1 − λ) = alpha · l: what a token's advantage
     sums over grows with the answer. It sets a decay; it does not normalise any reward.
 
-    The formula is negative below l = 1/alpha = 20; the clip is ours, the paper names none.
+    The formula is negative below l = 1/alpha = 20; the clip is ours, the paper names none. One
+    more bias comes with it: l is decided by the tokens still to come, so λ is correlated with
+    their TD errors, and not even a perfect critic makes the gradient unbiased.
     l = 100 → .8, 1,000 → .98, 16,000 → .99875.
 
     Raises `ValueError`: lengths not (B,), or negative; alpha not > 0.

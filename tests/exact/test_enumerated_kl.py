@@ -5,15 +5,19 @@ import math
 import pytest
 import torch
 from exact.enumeration import (
+    all_sequences,
     expected_gradient,
     grad_forward_kl,
+    grad_return,
     grad_reverse_kl,
     gradient,
     kl,
     logits,
+    sequence_logp,
+    sequence_probabilities,
 )
 
-from stablerl_core.policy import entropy, exact_kl, kl_estimate, policy_objective
+from stablerl_core.policy import entropy, exact_kl, kl_estimate, kl_in_reward, policy_objective
 
 SEEDS = range(4)
 
@@ -79,25 +83,67 @@ def test_vector_1_unbiased_on_policy(seed):
     close(grad, grad_reverse_kl(pi, ref))
 
 
-def penalty_in_reward(theta, pi, coefficient):
-    """Expected gradient of REINFORCE with −coefficient as the advantage, samples from π."""
+def penalty_in_reward(theta, ref, estimator, kl_coef=1.0, rewards=None):
+    """Expected gradient of E[R] with the penalty in R, samples from π: REINFORCE, summed."""
+    pi = theta.softmax(-1)
+    rewards = torch.zeros_like(pi) if rewards is None else rewards
+    mask = torch.ones(len(pi), 1, dtype=torch.bool)
+    penalised = kl_in_reward(
+        rewards, pi.log()[:, None], ref.log()[:, None], mask, kl_coef, estimator
+    )
 
     def loss(t):
         logp = torch.log_softmax(t, -1)[:, None]
-        mask = torch.ones_like(logp, dtype=torch.bool)
-        return policy_objective("reinforce", logp, None, -pi * coefficient, mask, denominator=1)[0]
+        return policy_objective("reinforce", logp, None, pi * penalised, mask, denominator=1)[0]
 
-    return gradient(loss, theta)
+    return -gradient(loss, theta)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_vector_1b_penalty_in_the_reward(seed):
-    """k1 in the reward is right; k3 there is the difference of both directions."""
+    """k1 in the reward is right; k3 there is the difference of both directions; k2 neither."""
     theta, pi, ref, _ = policies(seed)
-    k1 = kl_estimate(pi.log(), ref.log(), "k1")
-    k3 = kl_estimate(pi.log(), ref.log(), "k3")
-    close(penalty_in_reward(theta, pi, k1), grad_reverse_kl(pi, ref))
-    close(penalty_in_reward(theta, pi, k3), grad_reverse_kl(pi, ref) - grad_forward_kl(pi, ref))
+    reverse, forward = grad_reverse_kl(pi, ref), grad_forward_kl(pi, ref)
+    close(penalty_in_reward(theta, ref, "k1"), -reverse)
+    close(penalty_in_reward(theta, ref, "k3"), forward - reverse)
+    half_square = 0.5 * (pi / ref).log() ** 2
+    close(penalty_in_reward(theta, ref, "k2"), -grad_return(pi, half_square))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reward_and_penalty_together(seed):
+    """∇(E[R] − kl_coef · KL), the objective of Ziegler et al."""
+    theta, pi, ref, _ = policies(seed)
+    rewards = logits(seed + 300)
+    grad = penalty_in_reward(theta, ref, "k1", 0.3, rewards)
+    close(grad, grad_return(pi, rewards) - 0.3 * grad_reverse_kl(pi, ref))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_penalty_in_the_reward_of_whole_sequences(seed):
+    """k1 summed over a completion: the gradient of the KL between distributions of sequences."""
+    tokens, mask = all_sequences()
+    theta, other = logits(seed, 3, 3), logits(seed + 100, 3, 3)
+    reference = sequence_probabilities(other, tokens, mask)
+    weights = sequence_probabilities(theta, tokens, mask)
+    penalised = kl_in_reward(
+        logits(seed + 200, len(tokens)),
+        sequence_logp(theta, tokens),
+        sequence_logp(other, tokens),
+        mask,
+        0.3,
+    )
+
+    def truth(t):
+        pi = sequence_probabilities(t, tokens, mask)
+        return (pi * logits(seed + 200, len(tokens))).sum() - 0.3 * kl(pi, reference)
+
+    def surrogate(t):
+        logp = torch.where(mask, sequence_logp(t, tokens), 0.0).sum(-1)
+        return (weights * penalised * logp).sum()
+
+    close((weights * penalised).sum(), truth(theta))
+    close(gradient(surrogate, theta), gradient(truth, theta))
 
 
 def test_vector_1b_k3_in_the_reward_vanishes_near_the_reference():
@@ -108,7 +154,7 @@ def test_vector_1b_k3_in_the_reward_vanishes_near_the_reference():
         reference = logits(8)
         theta = reference + drift * direction
         pi, ref = theta.softmax(-1), reference.softmax(-1)
-        grad = penalty_in_reward(theta, pi, kl_estimate(pi.log(), ref.log(), "k3"))
+        grad = penalty_in_reward(theta, ref, "k3")
         shares.append((grad.norm() / grad_reverse_kl(pi, ref).norm()).item())
     assert shares[0] < 0.1
     assert shares[0] / shares[1] == pytest.approx(10, rel=0.1)
