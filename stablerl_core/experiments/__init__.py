@@ -3,13 +3,13 @@
 import os
 from pathlib import Path
 
-from . import opening
+from . import kl_gradient, opening
 from .experiment import Experiment
 from .figures import draw_band, small_multiples
 from .measured import Measured
 from .results import Interval, Results, interval, load, results_folder
 
-EXPERIMENTS = {e.name: e for e in opening.ALL}
+EXPERIMENTS = {e.name: e for e in (*opening.ALL, *kl_gradient.ALL)}
 
 __all__ = [
     "EXPERIMENTS",
