@@ -12,6 +12,8 @@ from .corrections import (
 from .lr_surge import LengthSurgeDecay, length_surge
 from .mismatch import MismatchReport, ProbabilityBin, logit_noise_bound, mismatch_report
 from .off_policy import off_policy_sequence_mask, positional_decay, weight_threshold_mask
+from .routing import Recording, RoutingRecord, record_routing, replay_routing
+from .routing_compare import RoutingComparison, compare_routing
 from .sampling import Sample, masked_log_probs, sample_tokens
 from .tokenization import TokenizationDrift, round_trip_drift
 from .vocabulary import SafeVocabulary, safe_vocabulary
@@ -33,6 +35,9 @@ __all__ = [
     "LengthSurgeDecay",
     "MismatchReport",
     "ProbabilityBin",
+    "Recording",
+    "RoutingComparison",
+    "RoutingRecord",
     "SafeVocabulary",
     "Sample",
     "SyncFault",
@@ -40,6 +45,7 @@ __all__ = [
     "TokenizationDrift",
     "catastrophic_veto",
     "compare_fingerprints",
+    "compare_routing",
     "fingerprints",
     "geometric_rejection",
     "importance_weights",
@@ -52,6 +58,8 @@ __all__ = [
     "off_policy_sequence_mask",
     "positional_decay",
     "prefix_weights",
+    "record_routing",
+    "replay_routing",
     "round_trip_drift",
     "safe_vocabulary",
     "sample_tokens",
