@@ -27,10 +27,11 @@ QUIET := env -u MPLBACKEND TQDM_DISABLE=1 HF_HUB_OFFLINE=1
 help:  ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1|/' | column -t -s '|'
 
-$(VENV)/.installed: requirements.lock pyproject.toml
+$(VENV)/.installed: requirements.lock pyproject.toml tests/oracles.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -r requirements.lock
 	$(PY) -m pip install -e . --no-deps
+	$(PY) -m pip install --no-deps --upgrade --target $(VENV)/oracles -r tests/oracles.txt
 	@touch $@
 
 # The whole site is rebuilt each time: a page left from an earlier build would hide its warnings.

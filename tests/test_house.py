@@ -66,6 +66,16 @@ def test_verl_is_an_extra_that_the_lock_leaves_out():
     assert "verl" not in lock()
 
 
+def test_oracles_are_installed_beside_the_environment_and_required_in_ci():
+    lines = [line for line in read("tests/oracles.txt").splitlines() if not line.startswith("#")]
+    assert lines and all(re.fullmatch(r"[a-z0-9-]+==[\d.]+", line) for line in lines)
+    assert not {line.split("==")[0] for line in lines} & set(lock())
+    (rule,) = re.findall(r"(?m)^\$\(VENV\)/\.installed:(.*(?:\n\t.*)+)", read("Makefile"))
+    assert "tests/oracles.txt" in rule.split("\n")[0], "a new version must be installed"
+    assert re.search(r"--no-deps .*--target \$\(VENV\)/oracles -r tests/oracles\.txt", rule)
+    assert "export STABLERL_REQUIRE_ORACLES=1" in read(".ci/run")
+
+
 def test_lock_holds_no_package_of_the_project_or_of_the_installer():
     assert not {"stablerl-core", "pip", "setuptools", "wheel"} & set(lock())
 
