@@ -50,7 +50,7 @@ def group_advantages(
     Raises `ValueError`: rewards not (B,), empty or not finite; group_size does not divide B; an
     unknown scale or baseline; ddof not 0 or 1; eps negative; quantile not in (0, 1).
     Source: arXiv 2402.03300 §4.1.2 (its formula names neither ddof nor eps); "none" 2503.20783;
-    "leave_one_out" 2402.14740; "quantile" 2509.22611, K = .4 from its authors' scripts.
+    "leave_one_out" 2402.14740; "quantile" 2509.22611, K = .4 as in its authors' README.
     """
     _check(rewards, group_size, scale, ddof, eps)
     _check_baseline(baseline, quantile)

@@ -72,8 +72,8 @@ def clip_cov(
     generator: of the choice; None is torch's global one. Fewer candidates than wanted: all go.
     Who sampled: tokens from π_θ, or from π_old shortly before.
 
-    low and high are in nats times advantage: with std-scaled advantages c_t averages 0 and a
-    c_t above 1 is an outlier. On a batch of 5,000 tokens or fewer exactly one token is chosen.
+    low and high are in nats times advantage: with std-scaled advantages a c_t above 1 is an
+    outlier. Below 10,000 counted tokens the default ratio chooses one token, if there is one.
 
     Raises `ValueError`: shapes that do not fit; masks not bool; a counted entry that is not
     finite; ratio not in (0, 1]; low > high.
@@ -102,8 +102,9 @@ def kl_cov(advantages: Tensor, logp: Tensor, mask: Tensor, *, ratio: float = 2e-
         the max(1, ⌊ratio · N⌋) tokens with the largest c_t = (Â_t − mean Â) (log π_t − mean log π)
 
     advantages: (B,) or (B, T). logp: (B, T). mask: bool (B, T), N counted tokens. Returns bool
-    (B, T). The source adds coef · |log π_θ/π_old| to the loss of these tokens, coef 1: zero at
-    the first update of a rollout, and then a pull back to π_old.
+    (B, T). The source adds coef · |log π_θ/π_old| to the loss of these tokens: zero at the first
+    update of a rollout, and then a pull back to π_old. coef is 1 in verl's function and in public
+    scripts, .1 in verl's configuration.
     Who sampled: tokens from π_θ, or from π_old shortly before.
 
     Raises `ValueError`: shapes that do not fit; mask not bool; a counted entry that is not
