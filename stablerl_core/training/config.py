@@ -146,15 +146,20 @@ class SystemConfig:
     weights and back; computation stays in float32), refreshed every `sync_every` steps except
     for tensors whose name contains one of `sync_skip`. `old_logp` says whose log-probabilities
     are the denominator of the policy ratio: the `trainer`'s, recomputed, or the `sampler`'s.
+    With `partial_tokens` a step samples at most so many tokens of each completion and trains on
+    the groups that are whole; the others go on in the next step, with its weights (0 = off).
     """
 
     sampler_precision: str = "float32"
     sync_every: int = 1
     sync_skip: tuple[str, ...] = ()
     old_logp: str = "trainer"
+    partial_tokens: int = 0
     device: str = "cpu"
 
     def __post_init__(self):
+        value = self.partial_tokens
+        _require(value >= 0, f"system.partial_tokens={value}: must be ≥ 0")
         known = PRECISIONS
         value = self.sampler_precision
         _require(value in known, f"system.sampler_precision={value!r}: one of {known}")
@@ -215,6 +220,24 @@ class TrainerConfig:
             prompts % parts == 0,
             f"policy.minibatches={parts} does not divide data.prompts={prompts}",
         )
+        if self.system.partial_tokens:
+            self._check_partial()
+
+    def _check_partial(self) -> None:
+        part, limit = self.system.partial_tokens, self.data.max_new_tokens
+        _require(
+            limit % part == 0,
+            f"system.partial_tokens={part} does not divide data.max_new_tokens={limit}",
+        )
+        _require(
+            self.policy.top_p == 1 and self.policy.top_k == 0,
+            "system.partial_tokens is set: policy.top_p must be 1 and policy.top_k 0",
+        )
+        _require(
+            not {"data.group_size", "policy.temperature"} & set(self.schedules),
+            "system.partial_tokens is set: groups in flight keep their size and temperature, so "
+            "schedules may have neither data.group_size nor policy.temperature",
+        )
 
     def at(self, values: Mapping[str, float]) -> TrainerConfig:
         """These settings with some replaced: `{"policy.kl_coef": 0.1}`."""
@@ -245,4 +268,3 @@ class TrainerConfig:
             return cls(**values)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"text is no configuration of this version ({error!r})") from error
-

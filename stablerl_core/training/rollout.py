@@ -34,7 +34,8 @@ class Rollout:
     end token included, with `mask` (B, T) True at its tokens; `sampler_logp` (B, T) log μ of
     each token under the distribution that was sampled; `entropy` (B, T) of that distribution
     before truncation, nats; `finished` (B,) False where the token limit cut the completion;
-    `version` of the weights that sampled; `routing` (B, S+T−1, L, k) uint8 or int16 expert ids
+    `version` of the weights that sampled, the oldest if they changed underway, which `versions`
+    (B, T) tell token by token; `routing` (B, S+T−1, L, k) uint8 or int16 expert ids
     for every position that was fed to the model, or None; `kept` (B, T, K) int32 ids left by
     truncation (−1 filler), or None.
     """
@@ -50,6 +51,7 @@ class Rollout:
     sampling: Sampling
     routing: Tensor | None = None
     kept: Tensor | None = None
+    versions: Tensor | None = None
 
 
 def encode_prompts(
@@ -278,6 +280,7 @@ def select_rows(batch: Rollout, rows: Tensor) -> Rollout:
         finished=batch.finished[rows],
         routing=None if batch.routing is None else batch.routing[rows, :read],
         kept=None if batch.kept is None else batch.kept[rows, :width],
+        versions=None if batch.versions is None else batch.versions[rows, :width],
         **{
             name: getattr(batch, name)[rows, :width]
             for name in ("tokens", "mask", "sampler_logp", "entropy")

@@ -37,6 +37,7 @@ from .base import options_of, starting_point
 from .checkpoint import load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
 from .config import TrainerConfig
 from .models import routers
+from .partial import InFlight, Origin, restore
 from .precision import round_weights
 from .provenance import provenance
 from .rollout import (
@@ -88,6 +89,7 @@ class Trainer:
         self.reference = copy.deepcopy(self.model).requires_grad_(False)
         self.sampler = copy.deepcopy(self.reference) if system.separate_sampler else self.model
         self.version = self.sampler_version = self.updates = 0
+        self._in_flight: InFlight | None = None
         self._names = [name for name, _ in self.model.named_parameters()]
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -139,7 +141,15 @@ class Trainer:
         restore_optimizer(trainer._optimizer, trainer._names, tensors)
         trainer.version, trainer.updates = facts["version"], facts["updates"]
         trainer.sampler_version = facts["sampler_version"]
+        flight = {k[len("flight.") :]: t for k, t in tensors.items() if k.startswith("flight.")}
+        if flight:
+            flight = {k: t.to(trainer.model.device) for k, t in flight.items()}
+            trainer._in_flight = restore(flight, facts["flight"], trainer._redraw)
         return trainer
+
+    def _redraw(self, origin: Origin) -> Problem:
+        step, count, place = origin
+        return self._draw(step, count)[place]
 
     def run(
         self,
@@ -237,12 +247,42 @@ class Trainer:
             version=self.sampler_version,
         )
 
-    def _collect(self, n: int) -> tuple[Rollout, dict, Tensor]:
+    def _draw(self, n: int, count: int) -> list[Problem]:
+        return self.task.sample("train", count, seed=self.config.seed * 1_000_003 + n)
+
+    def _roll(self, n: int) -> tuple[Rollout, list[Problem]]:
+        """What step n trains on: completions of the sampler, and the problem of each."""
         data, policy = self.config.data, self.config.policy
-        problems = self.task.sample("train", data.prompts, seed=self.config.seed * 1_000_003 + n)
+        if self.config.system.partial_tokens:
+            return self._roll_partly(n)
+        problems = self._draw(n, data.prompts)
         sampling = Sampling(policy.temperature, policy.top_p, policy.top_k)
         batch = self._sample(self.sampler, problems, n, 0, data.group_size, sampling)
-        repeated = [p for p in problems for _ in range(data.group_size)]
+        return batch, [p for p in problems for _ in range(data.group_size)]
+
+    def _roll_partly(self, n: int) -> tuple[Rollout, list[Problem]]:
+        """Let the groups in flight, and new ones in the place of those trained on, grow."""
+        data, heat = self.config.data, self.config.policy.temperature
+        generator, flight = self._generator(n, 0), self._in_flight
+        drawn = data.prompts - (len(flight.problems) if flight else 0)
+        origins = [(n, drawn, place) for place in range(drawn)]
+        new = (self._draw(n, drawn), origins, data.group_size, data.max_new_tokens)
+        begun = InFlight.begin(*new, self.model.device)
+        flight = flight.plus(begun) if flight else begun
+        whole = None
+        while not (whole and whole.problems):
+            flight.grow(
+                *(self.sampler, self.tokenizer, self.config.system.partial_tokens),
+                *(generator, heat, self.sampler_version),
+            )
+            whole, flight = flight.split()
+        self._in_flight = flight if flight.problems else None
+        problems = [p for p in whole.problems for _ in range(data.group_size)]
+        return whole.rollout(self.tokenizer, heat), problems
+
+    def _collect(self, n: int) -> tuple[Rollout, dict, Tensor]:
+        data, policy = self.config.data, self.config.policy
+        batch, repeated = self._roll(n)
         rewards = self._judge(batch, repeated)
         groups = rewards.view(-1, data.group_size)
         first = groups[:, 0]
@@ -256,8 +296,10 @@ class Trainer:
             "zero_variance_groups": float(flat.float().mean()),
             "solved_groups": float(solved.float().mean()),
             "entropy": float(batch.entropy[batch.mask].mean()),
-            "staleness": self.version - batch.version,
+            "staleness": self._staleness(batch),
         }
+        if self.config.system.partial_tokens:
+            row["prompts"] = len(groups)
         advantages = group_advantages(
             self._penalised(rewards, batch),
             data.group_size,
@@ -265,6 +307,11 @@ class Trainer:
             baseline=policy.baseline,
         )
         return batch, row, advantages.to(self.model.device, self.model.dtype)
+
+    def _staleness(self, batch: Rollout) -> float:
+        if batch.versions is None:
+            return self.version - batch.version
+        return float((self.version - batch.versions[batch.mask]).float().mean())
 
     def _penalised(self, rewards: Tensor, batch: Rollout) -> Tensor:
         """The rewards, less the KL penalty where it belongs to them; μ sampled the tokens."""
@@ -546,6 +593,9 @@ class Trainer:
             "updates": self.updates,
             "sampler_version": self.sampler_version,
         }
+        if self._in_flight:
+            tensors |= {f"flight.{k}": t for k, t in self._in_flight.tensors().items()}
+            facts["flight"] = self._in_flight.origins
         return save_checkpoint(self._out, self.version, tensors, facts)
 
 

@@ -40,9 +40,7 @@ def step_gradients(trainer, monkeypatch) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_every_objective_gives_the_same_gradient_however_the_batch_is_split(
-    objective, monkeypatch
-):
+def test_every_objective_gives_the_same_gradient_however_the_batch_is_split(objective, monkeypatch):
     options = dict(TWO, policy__objective=objective, numerics__learning_rate=2e-3)
     whole = step_gradients(Trainer(tiny_config(**options)), monkeypatch)
     split = step_gradients(Trainer(tiny_config(numerics__micro_batch=2, **options)), monkeypatch)
