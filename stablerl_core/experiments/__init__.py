@@ -3,13 +3,18 @@
 import os
 from pathlib import Path
 
-from . import kl_gradient, opening
+from . import clipping, kl_gradient, opening
 from .experiment import Experiment
 from .figures import draw_band, small_multiples
 from .measured import Measured
 from .results import Interval, Results, interval, load, results_folder
 
-EXPERIMENTS = {e.name: e for e in (*opening.ALL, *kl_gradient.ALL)}
+CHAPTERS = (
+    opening,
+    kl_gradient,
+    clipping,
+)
+EXPERIMENTS = {e.name: e for chapter in CHAPTERS for e in chapter.ALL}
 
 __all__ = [
     "EXPERIMENTS",
