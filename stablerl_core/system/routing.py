@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -116,8 +117,11 @@ def _compact_dtype(experts: int) -> torch.dtype:
 class Recording:
     """What `record_routing` collects: `parts`, one `RoutingRecord` for each forward pass."""
 
-    def __init__(self):
+    def __init__(self, routers: dict[str, nn.Module]):
+        self._routers = routers
+        self._dtype = _compact_dtype(max(map(_num_experts, routers.values())))
         self._passes: list[tuple[tuple[int, int], Tensor | None, Tensor]] = []
+        self._open: _Heard | None = None
 
     @property
     def parts(self) -> list[RoutingRecord]:
@@ -143,6 +147,34 @@ class Recording:
             torch.cat([part.indices for part in parts], 1), torch.cat([p.mask for p in parts], 1)
         )
 
+    def _begin(self, _, args, kwargs) -> None:
+        shape, mask = _fed(args, kwargs), (*args[1:2], kwargs.get("attention_mask"))[0]
+        known = isinstance(mask, Tensor) and mask.dim() == 2
+        # `ne` copies: a view would keep the whole attention mask of every decoded token alive.
+        mask = mask[:, -shape[1] :].ne(0) if known else None
+        self._open = _Heard(shape, mask, [None] * len(self._routers), [0] * len(self._routers))
+
+    def _listen(self, layer: int, router: nn.Module, output) -> None:
+        if self._open is not None:  # None in the re-run of a checkpointed layer
+            self._open.ids[layer] = _expert_ids(router, output)
+            self._open.calls[layer] += 1
+
+    def _end(self, *_) -> None:
+        heard, self._open = self._open, None
+        _check_calls(heard.calls, self._routers)
+        ids = torch.stack(heard.ids, 1).to(self._dtype)
+        self._passes.append((heard.shape, heard.mask, ids))
+
+
+@dataclass
+class _Heard:
+    """The pass that is being recorded: what was fed, and by layer the ids and number of calls."""
+
+    shape: tuple[int, int]
+    mask: Tensor | None
+    ids: list[Tensor | None]
+    calls: list[int]
+
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[Recording]:
@@ -158,34 +190,13 @@ def record_routing(model: nn.Module) -> Iterator[Recording]:
     result. Re-runs of gradient checkpointing are not recorded. Raises `ValueError` for a model
     without routers, and for a pass in which a router did not run exactly once.
     """
-    recording, routers, open_pass = Recording(), _routers(model), {}
-
-    def begin(_, args, kwargs):
-        shape, mask = _fed(args, kwargs), (*args[1:2], kwargs.get("attention_mask"))[0]
-        known = isinstance(mask, Tensor) and mask.dim() == 2
-        # `ne` copies: a view would keep the whole attention mask of every decoded token alive.
-        open_pass.update(shape=shape, mask=mask[:, -shape[1] :].ne(0) if known else None)
-        open_pass["ids"] = [None] * len(routers)
-        open_pass["calls"] = [0] * len(routers)
-
-    def listen(layer):
-        def hook(module, args, output):
-            if open_pass:
-                open_pass["ids"][layer] = _expert_ids(module, output)
-                open_pass["calls"][layer] += 1
-
-        return hook
-
-    def end(_, args, output):
-        _check_calls(open_pass["calls"], routers)
-        ids = torch.stack(open_pass["ids"], 1)
-        recording._passes.append((open_pass["shape"], open_pass["mask"], ids.to(dtype)))
-        open_pass.clear()
-
-    dtype = _compact_dtype(max(_num_experts(router) for router in routers.values()))
-    handles = [model.register_forward_pre_hook(begin, with_kwargs=True)]
-    handles += [r.register_forward_hook(listen(i)) for i, r in enumerate(routers.values())]
-    handles += [model.register_forward_hook(end)]
+    routers = _routers(model)
+    recording = Recording(routers)
+    handles = [model.register_forward_pre_hook(recording._begin, with_kwargs=True)]
+    for layer, router in enumerate(routers.values()):
+        hook = partial(recording._listen, layer)
+        handles.append(router.register_forward_hook(lambda m, _, out, hook=hook: hook(m, out)))
+    handles.append(model.register_forward_hook(recording._end))
     try:
         yield recording
     finally:

@@ -33,19 +33,19 @@ SIZE = dict(
     eos_token_id=1,
 )
 MLA = dict(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
-WIDTH = dict(moe_intermediate_size=12, intermediate_size=20)
+WIDTH = dict(moe_intermediate_size=16, intermediate_size=24)
 GROUPED = dict(n_routed_experts=EXPERTS, n_group=4, topk_group=2, routed_scaling_factor=2.5)
 
 # The seven that must work; then others, which no line of the code knows of.
 CONFIGS = {
-    "mixtral": lambda: MixtralConfig(**SIZE, num_local_experts=EXPERTS, intermediate_size=12),
+    "mixtral": lambda: MixtralConfig(**SIZE, num_local_experts=EXPERTS, intermediate_size=16),
     "qwen2-moe": lambda: Qwen2MoeConfig(
-        **SIZE, **WIDTH, num_experts=EXPERTS, shared_expert_intermediate_size=12
+        **SIZE, **WIDTH, num_experts=EXPERTS, shared_expert_intermediate_size=16
     ),
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **SIZE, **WIDTH, num_experts=EXPERTS, head_dim=8, norm_topk_prob=True
     ),
-    "olmoe": lambda: OlmoeConfig(**SIZE, num_experts=EXPERTS, intermediate_size=12),
+    "olmoe": lambda: OlmoeConfig(**SIZE, num_experts=EXPERTS, intermediate_size=16),
     "deepseek-v3": lambda: DeepseekV3Config(
         **SIZE, **MLA, **WIDTH, **GROUPED, first_k_dense_replace=1, n_shared_experts=1
     ),
@@ -54,7 +54,7 @@ CONFIGS = {
         n_group=1, topk_group=1, routed_scaling_factor=1.5, norm_topk_prob=False,
     ),
     "gpt-oss": lambda: GptOssConfig(
-        **SIZE, num_local_experts=EXPERTS, intermediate_size=12, head_dim=8, sliding_window=6,
+        **SIZE, num_local_experts=EXPERTS, intermediate_size=16, head_dim=8, sliding_window=6,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
 }  # fmt: skip
@@ -67,7 +67,7 @@ OTHERS = {
         moe_num_shared_experts=1,
     ),
     "granite-moe": lambda: GraniteMoeConfig(
-        **SIZE, num_local_experts=EXPERTS, intermediate_size=12
+        **SIZE, num_local_experts=EXPERTS, intermediate_size=16
     ),
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
