@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from . import clipping, kl_gradient, opening
+from . import clipping, kl_entropy, kl_gradient, opening
 from .experiment import Experiment
 from .figures import draw_band, small_multiples
 from .measured import Measured
@@ -11,6 +11,7 @@ from .results import Interval, Results, interval, load, results_folder
 
 CHAPTERS = (
     opening,
+    kl_entropy,
     kl_gradient,
     clipping,
 )
