@@ -48,7 +48,8 @@ def group_advantages(
     by rounding (0.1 + 0.2 and 0.3) give 0 whatever eps is, not ± 1. A group of one is all-equal.
 
     Raises `ValueError`: rewards not (B,), empty or not finite; group_size does not divide B; an
-    unknown scale or baseline; ddof not 0 or 1; eps negative; quantile not in (0, 1).
+    unknown scale or baseline; ddof not 0 or 1; eps negative, or 0 with "iqr"; quantile not in
+    (0, 1).
     Source: arXiv 2402.03300 §4.1.2 (its formula names neither ddof nor eps); "none" 2503.20783;
     "leave_one_out" 2402.14740; "quantile" 2509.22611, K = .4 as in its authors' README.
     """
@@ -117,6 +118,8 @@ def _check(rewards: Tensor, group_size: int, scale: str, ddof: int, eps: float) 
         raise ValueError(f"ddof is {ddof!r}, expected 0 or 1")
     if not eps >= 0:
         raise ValueError(f"eps is {eps!r}, expected a number ≥ 0")
+    if scale == "iqr" and eps == 0:
+        raise ValueError("eps is 0, expected > 0 with scale 'iqr': equal quartiles divide by it")
 
 
 def _check_baseline(baseline: str, quantile: float) -> None:

@@ -19,7 +19,7 @@ SCALES = ["std", "none", "batch", "iqr"]
 
 @pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize("eps", [1e-30, 1e-6])
 @pytest.mark.parametrize(
     "group",
     [
@@ -57,7 +57,7 @@ def test_rounding_inside_a_group_with_a_signal_stays_rounding(baseline, scale):
 def test_a_group_of_one_has_no_advantage(baseline, scale):
     rewards = torch.tensor([3.0, -1.0, 0.5])
     for batch in (rewards, rewards[:1]):
-        actual = group_advantages(batch, 1, scale=scale, baseline=baseline, eps=0, ddof=1)
+        actual = group_advantages(batch, 1, scale=scale, baseline=baseline, eps=1e-30, ddof=1)
         assert actual.tolist() == [0.0] * len(batch)
 
 
@@ -91,7 +91,7 @@ def test_the_interquartile_range_explodes_on_a_rare_success():
     options = dict(scale="iqr", baseline="quantile", quantile=0.5)
     assert group_advantages(rewards, 8, **options).tolist() == [1e6] + [0.0] * 7
     outlier = torch.tensor([0.0, 1.0, 2.0, 3.0, 1000.0], dtype=torch.float64)
-    actual = group_advantages(outlier, 5, **options, eps=0)
+    actual = group_advantages(outlier, 5, **options, eps=1e-30)
     assert actual.tolist() == [-1.0, -0.5, 0.0, 0.5, 499.0]  # the others keep their distances
 
 
@@ -186,6 +186,7 @@ def test_our_default_differs_from_both():
         (dict(quantile=0.0), "quantile is 0.0, expected a number between 0 and 1"),
         (dict(quantile=1.0), "quantile is 1.0"),
         (dict(quantile=math.nan), "quantile is nan"),
+        (dict(scale="iqr", eps=0.0), "eps is 0, expected > 0 with scale 'iqr'"),
     ],
 )
 def test_bad_input_is_named(options, message):
