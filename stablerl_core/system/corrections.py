@@ -281,4 +281,4 @@ def _masked(dropped: Tensor, mask: Tensor, advantages: Tensor | None) -> dict[st
 
 def _share(condition: Tensor, among: Tensor) -> float:
     """Share of `among` where `condition` holds; 0 of nothing is 0."""
-    return float((condition & among).sum() / among.sum().clamp(min=1))
+    return float((condition & among).sum().double() / among.sum().clamp(min=1))
