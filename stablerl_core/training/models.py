@@ -171,3 +171,34 @@ def _from_config(preset: str, seed: int, experts_implementation: str):
 def routers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The router modules by name: their forward returns (logits, gate weights, expert indices)."""
     return {n: m for n, m in model.named_modules() if type(m).__name__.lower().endswith("router")}
+
+
+class ExpertLoad:
+    """Records, while it is entered, the experts that every layer chooses for every position."""
+
+    def __init__(self, model):
+        self._chosen: dict[torch.nn.Module, list[torch.Tensor]] = {
+            m: [] for m in routers(model).values()
+        }
+
+    def __enter__(self) -> ExpertLoad:
+        self._handles = [m.register_forward_hook(self._hook) for m in self._chosen]
+        return self
+
+    def _hook(self, module, args, output) -> None:
+        self._chosen[module].append(output[-1])
+
+    def __exit__(self, *_) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def worst(self, counted: torch.Tensor) -> float:
+        """Load of the busiest expert over the mean load, in the worst layer.
+
+        `counted` (positions,) bool leaves out padding, which is routed too.
+        """
+        loads = [
+            torch.cat(chosen)[counted].flatten().bincount(minlength=len(module.weight)).float()
+            for module, chosen in self._chosen.items()
+        ]
+        return max(float(load.max() / load.mean()) for load in loads)

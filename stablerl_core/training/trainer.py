@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,18 +17,10 @@ from ..numerics import clip_gradients
 from ..policy import (
     OBJECTIVES,
     ObjectiveDiagnostics,
-    aggregate,
-    balance_bounds,
-    clip_cov,
-    entropy,
     exact_kl,
     group_advantages,
-    kl_cov,
-    kl_estimate,
     kl_in_reward,
-    loss_denominator,
     merge_diagnostics,
-    policy_objective,
 )
 from ..rewards import Problem, Reward, Task, reward_by_name, strict_reward, task_by_name
 from ..runlog import RunLog
@@ -36,7 +28,8 @@ from ..system import mismatch_report
 from .base import options_of, starting_point
 from .checkpoint import load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
 from .config import TrainerConfig
-from .models import routers
+from .loss import NOTHING_SEEN, UpdateLoss, decide_together, update_denominator
+from .models import ExpertLoad
 from .partial import InFlight, Origin, restore
 from .precision import round_weights
 from .provenance import provenance
@@ -55,7 +48,6 @@ from .rollout import (
 )
 
 LOG = "run.jsonl"
-NOTHING_SEEN = ObjectiveDiagnostics(0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Trainer:
@@ -390,125 +382,39 @@ class Trainer:
             "clip_fraction": seen.clip_fraction,
             "ratio_max": seen.ratio_max,
         }
-        positive, total = sum(update.rule.pull for update in done).tolist()
+        positive, total = sum(update.pull for update in done).tolist()
         if total:
             row["positive_share"] = positive / total
         if policy.objective == "bapo":
             for name in ("clip_low", "clip_high"):
-                row[name] = sum(update.rule.clip[name] or 0.0 for update in done) / len(done)
+                row[name] = sum(update.clip[name] or 0.0 for update in done) / len(done)
         return row | (done[0].gap if gap is None else gap)
 
     def _one_update(self, batch, advantages, old_logp, rows) -> _Update:
         """One optimizer step on some rows; what it saw before stepping."""
-        policy, denominator = self.config.policy, self._denominator(batch.mask[rows])
+        policy = self.config.policy
+        denominator = update_denominator(policy, batch.mask[rows], self.config.data.max_new_tokens)
         if (policy.kl_coef == 0 or policy.kl_in == "reward") and policy.entropy_coef == 0:
             # Without an advantage these rows have no gradient; the denominator counts them.
             rows = rows[advantages[rows] != 0]
-        rule = self._rule(batch, advantages, old_logp, rows)
-        loss, diagnostics = 0.0, [NOTHING_SEEN]
+        clip = {"clip_low": policy.clip_low, "clip_high": policy.clip_high}
+        loss = UpdateLoss(policy, self.reference, denominator, old_logp, advantages, clip)
+        decide_together(loss, self.model, batch, rows, self._generator(self.updates, 3))
+        total, diagnostics = 0.0, [NOTHING_SEEN]
         scored = torch.zeros_like(batch.sampler_logp)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for chunk in micro_batches(batch, rows, self.config.numerics.micro_batch):
             piece = select_rows(batch, chunk)
             logits, logp = completion_scores(self.model, piece)
-            value, seen = self._loss(logits, logp, old_logp, rule, chunk, piece, denominator)
+            value, seen = loss.of(logits, logp, piece, chunk)
             scored[chunk, : logp.shape[1]] = logp.detach()
             value.backward()
-            loss += value.item()
+            total += value.item()
             diagnostics.append(seen)
-        norm, finite = self._apply(loss)
+        norm, finite = self._apply(total)
         gap = _gap(scored[rows], select_rows(batch, rows)) if len(rows) else {}
-        return _Update(loss, norm, finite, gap, diagnostics, rule)
-
-    def _denominator(self, mask: Tensor) -> int:
-        """What the sum over an update's rows is divided by, however they are split."""
-        whole = loss_denominator(mask, self._aggregation)
-        constant = self._aggregation == "constant"
-        return whole * self.config.data.max_new_tokens if constant else whole
-
-    @torch.no_grad()
-    def _rule(self, batch, advantages, old_logp, rows) -> _Rule:
-        """What is decided from all rows of an update before it is split into micro-batches."""
-        policy = self.config.policy
-        rule = _Rule({"clip_low": policy.clip_low, "clip_high": policy.clip_high}, advantages)
-        searches = policy.objective == "bapo" and policy.clip_low is None is policy.clip_high
-        if not (searches or policy.covariance) or len(rows) == 0:
-            return rule
-        piece = select_rows(batch, rows)
-        logp, width = completion_logp(self.model, piece), piece.mask.shape[1]
-        if not torch.isfinite(logp[piece.mask]).all():
-            return rule
-        if searches:
-            old = None if old_logp is None else old_logp[rows, :width]
-            options = {k: v for k, v in policy.options.items() if k != "dual_clip"}
-            found = balance_bounds(
-                logp,
-                old,
-                advantages[rows],
-                piece.mask,
-                sampler_logp=piece.sampler_logp,
-                **options,
-            )
-            rule.clip = {"clip_low": found.clip_low, "clip_high": found.clip_high}
-        if policy.covariance:
-            wide = advantages[:, None].repeat(1, batch.mask.shape[1])
-            given, share = (wide[rows, :width], logp, piece.mask), policy.covariance_share
-            if policy.covariance == "clip_cov":
-                chance = self._generator(self.updates, 3)
-                wide[rows, :width] = clip_cov(*given, ratio=share, generator=chance)
-                rule.advantages = wide
-            else:
-                rule.anchored = torch.zeros_like(batch.mask)
-                rule.anchored[rows, :width] = kl_cov(*given, ratio=share)
-        return rule
-
-    def _loss(self, logits, logp, old_logp, rule: _Rule, chunk, piece: Rollout, denominator):
-        """Loss of some rows, and what their objective saw."""
-        policy, width = self.config.policy, piece.mask.shape[1]
-        if not torch.isfinite(logp[piece.mask]).all():
-            return logp.sum() * math.nan, NOTHING_SEEN  # counted and handled in _apply
-        old = None if old_logp is None else old_logp[chunk, :width]
-        advantages, how = rule.advantages[chunk], (piece.mask, self._aggregation, denominator)
-        advantages = advantages[:, :width] if advantages.ndim == 2 else advantages
-        loss, seen = policy_objective(
-            policy.objective,
-            logp,
-            old,
-            advantages,
-            piece.mask,
-            sampler_logp=piece.sampler_logp if policy.objective == "minirl" else None,
-            aggregation=self._aggregation,
-            denominator=denominator,
-            **rule.clip,
-            **self._objective_options,
-        )
-        rule.pull += _pull(loss, logp, advantages)
-        if policy.kl_coef and policy.kl_in == "loss":
-            with torch.no_grad():
-                ref_logp = completion_logp(self.reference, piece)
-            drawn = piece.sampler_logp if policy.kl_estimator == "unbiased" else None
-            kl = kl_estimate(logp, ref_logp, policy.kl_estimator, drawn, mask=piece.mask)
-            loss = loss + policy.kl_coef * aggregate(kl, *how)
-        if policy.entropy_coef:
-            bonus = aggregate(entropy(logits / piece.sampling.temperature), *how)
-            loss = loss - policy.entropy_coef * bonus
-        if rule.anchored is not None and old is not None:
-            moved = torch.where(rule.anchored[chunk, :width], (logp - old).abs(), 0.0)
-            loss = loss + aggregate(moved, *how)
-        return loss, seen
-
-    @property
-    def _aggregation(self) -> str:
-        policy = self.config.policy
-        return policy.aggregation or OBJECTIVES[policy.objective].aggregation
-
-    @property
-    def _objective_options(self) -> dict:
-        policy = self.config.policy
-        known = OBJECTIVES[policy.objective].options
-        searched = policy.objective == "bapo"  # its other options are those of the search
-        return {k: v for k, v in policy.options.items() if k in known or not searched}
+        return _Update(total, norm, finite, gap, diagnostics, loss.clip, loss.pull)
 
     def _apply(self, loss: float) -> tuple[float, bool]:
         """Clip, decide about faults, step; returns the gradient norm and whether all was finite."""
@@ -606,29 +512,8 @@ class _Update:
     finite: bool
     gap: dict
     diagnostics: list[ObjectiveDiagnostics]
-    rule: _Rule
-
-
-@dataclass
-class _Rule:
-    """An update's clip bounds and advantages, and what its micro-batches added up.
-
-    `anchored` (B, T) are the tokens that KL-Cov pulls back; `pull` is (2,): Σ|∂loss/∂log π_θ| of
-    the objective over tokens with Â > 0, and over all.
-    """
-
     clip: dict[str, float | None]
-    advantages: Tensor
-    anchored: Tensor | None = None
-    pull: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
-
-
-def _pull(loss: Tensor, logp: Tensor, advantages: Tensor) -> Tensor:
-    """How hard the objective pulls at its tokens: those with Â > 0, and all, (2,)."""
-    (weight,) = torch.autograd.grad(loss, logp, retain_graph=True)
-    weight = weight.abs().double()
-    positive = (advantages > 0).view(len(weight), -1)
-    return torch.stack([(weight * positive).sum(), weight.sum()]).cpu()
+    pull: Tensor
 
 
 def _check_device(name: str) -> None:
@@ -650,32 +535,3 @@ def _gap(logp: Tensor, piece: Rollout) -> dict:
         "logp_gap_max": report.max_abs,
         "mismatch_kl": report.k3,
     }
-
-
-class ExpertLoad:
-    """Records, while it is entered, the experts that every layer chooses for every position."""
-
-    def __init__(self, model):
-        self._chosen: dict[torch.nn.Module, list[Tensor]] = {m: [] for m in routers(model).values()}
-
-    def __enter__(self) -> ExpertLoad:
-        self._handles = [m.register_forward_hook(self._hook) for m in self._chosen]
-        return self
-
-    def _hook(self, module, args, output) -> None:
-        self._chosen[module].append(output[-1])
-
-    def __exit__(self, *_) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def worst(self, counted: Tensor) -> float:
-        """Load of the busiest expert over the mean load, in the worst layer.
-
-        `counted` (positions,) bool leaves out padding, which is routed too.
-        """
-        loads = [
-            torch.cat(chosen)[counted].flatten().bincount(minlength=len(module.weight)).float()
-            for module, chosen in self._chosen.items()
-        ]
-        return max(float(load.max() / load.mean()) for load in loads)

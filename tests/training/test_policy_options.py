@@ -19,6 +19,7 @@ from stablerl_core.policy import (
     exact_kl,
 )
 from stablerl_core.training import Trainer, TrainerConfig
+from stablerl_core.training import loss as loss_module
 from stablerl_core.training import trainer as trainer_module
 from stablerl_core.training.rollout import completion_logits, completion_logp
 
@@ -51,13 +52,13 @@ def test_every_objective_gives_the_same_gradient_however_the_batch_is_split(obje
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_defaults_are_those_of_the_source(objective, monkeypatch):
     seen = {}
-    plain = trainer_module.policy_objective
+    plain = loss_module.policy_objective
 
     def spy(name, *args, **options):
         seen[name] = options
         return plain(name, *args, **options)
 
-    monkeypatch.setattr(trainer_module, "policy_objective", spy)
+    monkeypatch.setattr(loss_module, "policy_objective", spy)
     trainer = Trainer(tiny_config(policy__objective=objective))
     scales = []
     advantages = trainer_module.group_advantages
@@ -82,7 +83,7 @@ def test_bapo_searches_its_bounds_on_the_rows_of_the_update(monkeypatch):
         asked.append((len(logp), options))
         return balance_bounds(logp, *args, **options)
 
-    monkeypatch.setattr(trainer_module, "balance_bounds", spy)
+    monkeypatch.setattr(loss_module, "balance_bounds", spy)
     options = {"order": "code", "statistic": "gradient", "target": 0.99, "dual_clip": 3.0}
     trainer = Trainer(
         tiny_config(
@@ -161,9 +162,13 @@ def test_clip_cov_takes_the_gradient_from_the_share_it_was_given():
     assert clipped["grad_norm"] != plain["grad_norm"]
     trainer = Trainer(tiny_config(policy__covariance="clip_cov", **options))
     batch, _, advantages = trainer._collect(1)
-    rule = trainer._rule(batch, advantages, None, torch.arange(24))
-    changed = rule.advantages != advantages[:, None]
-    assert (rule.advantages[changed & batch.mask] == 0).all() and (changed & batch.mask).any()
+    loss = loss_module.UpdateLoss(
+        trainer.config.policy, trainer.reference, 24, None, advantages, {}
+    )
+    generator = torch.Generator().manual_seed(0)
+    loss_module.decide_together(loss, trainer.model, batch, torch.arange(24), generator)
+    changed = loss.advantages != advantages[:, None]
+    assert (loss.advantages[changed & batch.mask] == 0).all() and (changed & batch.mask).any()
 
 
 def test_kl_cov_pulls_back_only_after_the_policy_moved():

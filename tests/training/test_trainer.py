@@ -18,6 +18,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from stablerl_core.rewards import Problem, task_by_name
 from stablerl_core.runlog import SIGNALS, RunLog
 from stablerl_core.training import Trainer, TrainerConfig, load_base, routers
+from stablerl_core.training import loss as loss_module
 from stablerl_core.training import trainer as trainer_module
 from stablerl_core.training.rollout import completion_logits, select_rows
 
@@ -412,10 +413,11 @@ def test_rows_without_advantage_are_left_out_without_a_trace(monkeypatch, object
     lean = Trainer(tiny_config(probe_every=9, **options))
     full = Trainer(tiny_config(probe_every=9, policy__kl_coef=1e-30, **options))
     rows_scored = []
-    for name in ("completion_scores", "completion_logp"):  # the policy's, the reference's
-        plain = getattr(trainer_module, name)
+    places = {"completion_scores": trainer_module, "completion_logp": loss_module}
+    for name, module in places.items():  # the policy's, the reference's
+        plain = getattr(module, name)
         monkeypatch.setattr(
-            trainer_module,
+            module,
             name,
             lambda model, batch, plain=plain: (
                 rows_scored.append(len(batch.tokens)) or plain(model, batch)
@@ -517,13 +519,13 @@ def test_gradients_are_clipped_to_the_bound(monkeypatch):
 
 def with_fault(trainer, monkeypatch, at):
     """The loss of step `at` is NaN, and so is its gradient."""
-    plain = trainer._loss
+    plain = trainer_module.UpdateLoss.of
 
-    def loss(*args):
+    def of(*args):
         value, seen = plain(*args)
         return (value * math.nan if trainer.version + 1 == at else value), seen
 
-    monkeypatch.setattr(trainer, "_loss", loss)
+    monkeypatch.setattr(trainer_module.UpdateLoss, "of", of)
     return trainer
 
 

@@ -1,0 +1,156 @@
+"""The loss of one update: the objective, its penalties, and what all rows decide together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..policy import (
+    OBJECTIVES,
+    ObjectiveDiagnostics,
+    aggregate,
+    balance_bounds,
+    clip_cov,
+    entropy,
+    kl_cov,
+    kl_estimate,
+    loss_denominator,
+    policy_objective,
+)
+from .config import PolicyConfig
+from .rollout import Rollout, completion_logp, select_rows
+
+NOTHING_SEEN = ObjectiveDiagnostics(0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass
+class UpdateLoss:
+    """The loss of one update, for micro-batches whose gradients add up to that of the whole.
+
+    `old_logp` (B, T), `advantages` (B,) or (B, T) and `anchored` (B, T), the tokens that KL-Cov
+    pulls back, are those of the whole rollout; `clip` are the bounds in force, found by BAPO's
+    search where the configuration names none. `pull` (2,) adds up Σ|∂loss/∂log π_θ| of the
+    objective over tokens with Â > 0, and over all.
+    """
+
+    policy: PolicyConfig
+    reference: PreTrainedModel
+    denominator: int
+    old_logp: Tensor | None
+    advantages: Tensor
+    clip: dict[str, float | None]
+    anchored: Tensor | None = None
+    pull: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+
+    def of(
+        self, logits: Tensor, logp: Tensor, piece: Rollout, rows: Tensor
+    ) -> tuple[Tensor, ObjectiveDiagnostics]:
+        """Loss of the rows `rows` of the rollout, cut out as `piece`, and what it saw.
+
+        Log-probabilities that are not finite make it NaN, with a NaN gradient: whoever steps
+        has to count and handle that.
+        """
+        if not torch.isfinite(logp[piece.mask]).all():
+            return logp.sum() * math.nan, NOTHING_SEEN
+        advantages, old_logp = self.advantages[rows], self._cut(self.old_logp, rows, piece)
+        if advantages.ndim == 2:
+            advantages = advantages[:, : logp.shape[1]]
+        loss, seen = policy_objective(
+            self.policy.objective,
+            logp,
+            old_logp,
+            advantages,
+            piece.mask,
+            sampler_logp=piece.sampler_logp if self.policy.objective == "minirl" else None,
+            aggregation=aggregation_of(self.policy),
+            denominator=self.denominator,
+            **self.clip,
+            **_options_of(self.policy),
+        )
+        self.pull += _pull(loss, logp, advantages)
+        penalties = self._penalties(logits, logp, old_logp, piece, rows)
+        return sum((coef * self._mean(x, piece) for coef, x in penalties), loss), seen
+
+    def _penalties(self, logits, logp, old_logp, piece: Rollout, rows: Tensor):
+        """(weight, (B, T) values) of everything that joins the objective."""
+        policy = self.policy
+        if policy.kl_coef and policy.kl_in == "loss":
+            with torch.no_grad():
+                ref_logp = completion_logp(self.reference, piece)
+            drawn = piece.sampler_logp if policy.kl_estimator == "unbiased" else None
+            kl = kl_estimate(logp, ref_logp, policy.kl_estimator, drawn, mask=piece.mask)
+            yield policy.kl_coef, kl
+        if policy.entropy_coef:
+            yield -policy.entropy_coef, entropy(logits / piece.sampling.temperature)
+        if self.anchored is not None and old_logp is not None:
+            chosen = self._cut(self.anchored, rows, piece)
+            yield 1.0, torch.where(chosen, (logp - old_logp).abs(), 0.0)
+
+    def _mean(self, per_token: Tensor, piece: Rollout) -> Tensor:
+        return aggregate(per_token, piece.mask, aggregation_of(self.policy), self.denominator)
+
+    @staticmethod
+    def _cut(whole: Tensor | None, rows: Tensor, piece: Rollout) -> Tensor | None:
+        return None if whole is None else whole[rows, : piece.mask.shape[1]]
+
+
+def update_denominator(policy: PolicyConfig, mask: Tensor, longest: int) -> int:
+    """What the sum over an update's rows is divided by; `constant` means rows × `longest`."""
+    whole = loss_denominator(mask, aggregation_of(policy))
+    return whole * longest if aggregation_of(policy) == "constant" else whole
+
+
+@torch.no_grad()
+def decide_together(
+    loss: UpdateLoss,
+    model: PreTrainedModel,
+    batch: Rollout,
+    rows: Tensor,
+    generator: torch.Generator,
+) -> None:
+    """Settle what needs all rows of the update at once: BAPO's bounds, the covariance rules."""
+    policy = loss.policy
+    searches = policy.objective == "bapo" and policy.clip_low is None is policy.clip_high
+    if not (searches or policy.covariance) or len(rows) == 0:
+        return
+    piece = select_rows(batch, rows)
+    logp, width = completion_logp(model, piece), piece.mask.shape[1]
+    if not torch.isfinite(logp[piece.mask]).all():
+        return
+    if searches:
+        old_logp = None if loss.old_logp is None else loss.old_logp[rows, :width]
+        given = (logp, old_logp, loss.advantages[rows], piece.mask)
+        options = {k: v for k, v in policy.options.items() if k != "dual_clip"}
+        found = balance_bounds(*given, sampler_logp=piece.sampler_logp, **options)
+        loss.clip = {"clip_low": found.clip_low, "clip_high": found.clip_high}
+    given, share = (loss.advantages[rows], logp, piece.mask), policy.covariance_share
+    if policy.covariance == "clip_cov":
+        wide = loss.advantages[:, None].repeat(1, batch.mask.shape[1])
+        wide[rows, :width] = clip_cov(*given, ratio=share, generator=generator)
+        loss.advantages = wide
+    elif policy.covariance == "kl_cov":
+        loss.anchored = torch.zeros_like(batch.mask)
+        loss.anchored[rows, :width] = kl_cov(*given, ratio=share)
+
+
+def aggregation_of(policy: PolicyConfig) -> str:
+    """The aggregation in force: the configured one, or that of the objective's source."""
+    return policy.aggregation or OBJECTIVES[policy.objective].aggregation
+
+
+def _options_of(policy: PolicyConfig) -> dict:
+    """Options of the objective itself; BAPO's others are those of its search."""
+    known, searched = OBJECTIVES[policy.objective].options, policy.objective == "bapo"
+    return {k: v for k, v in policy.options.items() if k in known or not searched}
+
+
+def _pull(loss: Tensor, logp: Tensor, advantages: Tensor) -> Tensor:
+    """How hard the objective pulls at its tokens: those with Â > 0, and all, (2,)."""
+    (weight,) = torch.autograd.grad(loss, logp, retain_graph=True)
+    weight = weight.abs().double()
+    positive = (advantages > 0).view(len(weight), -1)
+    return torch.stack([(weight * positive).sum(), weight.sum()]).cpu()
