@@ -127,13 +127,13 @@ class Explorer:
         ]
 
     def picture(self, values: Mapping[str, Value]) -> str:
-        """The panels and the text at any values, as HTML that moves nothing by itself."""
+        """The text and the panels at any values, as HTML that moves nothing by itself."""
         frame = self.frame(values)
         drawn = "".join(
             f'<div data-panel="{i}">{panel.html(frame[a:b], a, self.axes[i])}</div>'
             for i, (panel, (a, b)) in enumerate(zip(self._panels, self._places, strict=True))
         )
-        return f'<div class="srl-panels">{drawn}</div><output>{escape(frame[0])}</output>'
+        return f'<output>{escape(frame[0])}</output><div class="srl-panels">{drawn}</div>'
 
     def _repr_html_(self) -> str:
         pool: dict[str, int] = {}  # a row that several frames share is written once
