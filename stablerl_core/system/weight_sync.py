@@ -219,7 +219,7 @@ def _within_rounding(a: Fingerprint, b: Fingerprint, rounding: torch.dtype | Non
     info = [torch.finfo(getattr(torch, x.dtype)) for x in (a, b) if "float" in x.dtype]
     if rounding is not None:
         info = [torch.finfo(rounding)]
-    if a.shape != b.shape or not info:
+    if a.shape != b.shape or not info or not math.isfinite(a.norm + b.norm):
         return False
     coarse = max(info, key=lambda i: i.eps)
     # Where the format has run out of exponents its steps are equal; a scale maps the largest
