@@ -60,10 +60,10 @@ def compare_routing(a: RoutingRecord, b: RoutingRecord) -> RoutingComparison:
     Explanations are tried from simple to complex: b some columns late or early (a shift: its mask
     did not move along), each row placed at another column (padding), rows in another order,
     layers in another order or number. One is named when it explains more than half of the
-    decisions that the ones before left unexplained. What is left: other tokens in the masks,
-    the same experts in another order (more than a quarter of the decisions), decisions no more
-    alike than those of unrelated tokens ("unrelated": other weights or inputs), and otherwise
-    numerics, experts so close that rounding or a small update decides.
+    decisions that the ones before left unexplained. What is left: other tokens in the masks;
+    decisions no more alike than those of unrelated tokens (other weights, other inputs); the same
+    experts in another order, in more than a quarter of the decisions; and otherwise numerics,
+    experts so close that rounding or a small update decides.
 
     Raises `ValueError` when rows or k differ: bring both to one layout with `relayout` first.
     """
@@ -77,10 +77,11 @@ def compare_routing(a: RoutingRecord, b: RoutingRecord) -> RoutingComparison:
     layers = tuple(same.double().mean(0).tolist()) if len(same) else (0.0,) * same.shape[1]
     share = sum(layers) / max(len(layers), 1)
     found = RoutingComparison(False, share, layers, None, share, (), "")
-    equal_shapes = a.indices.shape == b.indices.shape
-    if equal_shapes and bool((a.mask == b.mask).all()) and bool(ordered.all()):
+    same_tokens = _only(a, b) == _only(b, a) == 0 and a.indices.shape[2] == b.indices.shape[2]
+    if same_tokens and bool(ordered.all()):
         return replace(found, agree=True, evidence=f"all {ordered.numel()} decisions are equal")
-    suspect = _structural(a, b, share) or _rest(a, b, same, ordered, share)
+    comparable = bool(a.mask.any()) and bool(b.mask.any())
+    suspect = (comparable and _structural(a, b, share)) or _rest(a, b, same, ordered, share)
     return replace(
         found,
         fault=suspect.fault,
@@ -186,7 +187,7 @@ def _thin(record: RoutingRecord, sets: Tensor, other: Tensor) -> tuple[Tensor, T
 
 
 def _row_order(a, b, first: Tensor, second: Tensor) -> _Suspect:
-    """For each row of a the row of b that is most like it."""
+    """Pair the rows of a with those rows of b that are most like them."""
     mask, first, second = _thin(a, first, second)
     layers = min(first.shape[2], second.shape[2])
     pairs = torch.stack(
@@ -195,7 +196,7 @@ def _row_order(a, b, first: Tensor, second: Tensor) -> _Suspect:
             for row, known in zip(first, mask, strict=True)
         ]
     )
-    owner = _best(pairs)
+    owner = _partners(pairs)
     score = float(pairs.gather(1, owner[:, None]).sum()) / max(int(mask.sum()) * layers, 1)
     moved = int((owner != torch.arange(len(owner), device=owner.device)).sum())
     return _Suspect(
@@ -207,12 +208,12 @@ def _row_order(a, b, first: Tensor, second: Tensor) -> _Suspect:
 
 
 def _layer_map(a, b, first: Tensor, second: Tensor) -> _Suspect:
-    """For each layer of the shallower record the layer of the other that is most like it."""
+    """Pair the layers of the shallower record with those most like them in the other."""
     mask, first, second = _thin(a, first, second)
     mask = mask & _thin(b, second, first)[0]
     fewer, more = sorted((first[mask], second[mask]), key=lambda sets: sets.shape[1])
     pairs = (fewer[:, :, None] == more[:, None]).all(-1).sum(0)
-    owner = _best(pairs)
+    owner = _partners(pairs)
     score = float(pairs.gather(1, owner[:, None]).sum()) / max(len(fewer) * len(owner), 1)
     straight = owner.tolist() == list(range(more.shape[1]))
     return _Suspect(
@@ -224,18 +225,27 @@ def _layer_map(a, b, first: Tensor, second: Tensor) -> _Suspect:
     )
 
 
-def _best(pairs: Tensor) -> Tensor:
-    """The best partner of each; its own place wins a tie."""
-    own = torch.eye(*pairs.shape, dtype=pairs.dtype, device=pairs.device)
-    return (2 * pairs + own).argmax(1)
+def _partners(pairs: Tensor) -> Tensor:
+    """One partner for each, the best first and none twice; its own place wins a tie."""
+    open_ = 2 * pairs + torch.eye(*pairs.shape, dtype=pairs.dtype, device=pairs.device)
+    partner = torch.zeros(len(pairs), dtype=torch.long, device=pairs.device)
+    for _ in range(len(pairs)):
+        row, column = divmod(int(open_.argmax()), pairs.shape[1])
+        partner[row] = column
+        open_[row], open_[:, column] = -1, -1
+    return partner
 
 
 def _rest(a, b, same: Tensor, ordered: Tensor, share: float) -> _Suspect:
     """What remains when nothing is in the wrong place."""
     only_a, only_b = _only(a, b), _only(b, a)
-    if bool(ordered.all()) and len(ordered):
+    if bool(ordered.all()):
         evidence = f"equal where both hold a token; {only_a} tokens only in a, {only_b} only in b"
         return _Suspect("missing tokens", share, (only_a, only_b), evidence)
+    chance = _chance(a, b)
+    if share <= chance + (1 - chance) / 10 and chance < 0.9:
+        evidence = f"{share:.0%} alike, {chance:.0%} by chance: other weights or other tokens"
+        return _Suspect("unrelated", share, (), evidence)
     swapped = int((same & ~ordered).sum())
     if swapped > same.sum() / 4:
         evidence = (
@@ -243,14 +253,12 @@ def _rest(a, b, same: Tensor, ordered: Tensor, share: float) -> _Suspect:
             "order; harmless for gates computed anew, wrong for stored gates"
         )
         return _Suspect("top-k order", share, _first(a, b, ordered), evidence)
-    differ = same.numel() - int(same.sum())
-    chance = _chance(a, b)
-    if share <= chance + (1 - chance) / 10:
-        evidence = (
-            f"{share:.0%} alike, {chance:.0%} between unrelated tokens: other weights, inputs"
-        )
-        return _Suspect("unrelated", share, (), evidence)
-    evidence = f"{differ} of {same.numel()} decisions differ, with no pattern in rows or columns"
+    differ = (~same).sum(1)
+    rows = (a[_common(a, b)].mask & b[_common(a, b)].mask).nonzero()[:, 0].bincount(differ)
+    evidence = (
+        f"{int(differ.sum())} of {same.numel()} decisions differ, and no shift, padding or order "
+        f"of rows or layers explains them; {int(rows.max())} are in row {int(rows.argmax())}"
+    )
     return _Suspect("numerics", share, _first(a, b, ordered), evidence)
 
 
