@@ -103,7 +103,7 @@ def compare_fingerprints(
         shape                 same name, other shape
         old version           nothing is newer than a version in `history`: the push did not
                               arrive, or the sync went backwards
-        never sent            this tensor is of an old version, others are newer
+        never sent            this tensor is of an old version, others are not
         tied                  the same, of a tensor that the trainer ties to one that arrived
         rounding              sampled elements differ by at most one unit in the last place of
                               `rounding`; not held against the sync
@@ -111,9 +111,10 @@ def compare_fingerprints(
 
     history: what was sent before, oldest first; without it an old version can only be called
     different. rounding: the coarsest format on the way, for example torch.float8_e4m3fn when the
-    sampler quantises and holds bfloat16; None = the coarser of the two recorded dtypes. A merge
-    (LoRA) may move a value by one such unit. If the last update is smaller than that, rounding
-    hides it, and what is held within the rounding of both versions is called rounding.
+    sampler quantises and holds bfloat16; None = the coarser of the two recorded dtypes. For a
+    format that has no dtype (int4) take `fingerprints` of the quantised values on both sides. A
+    merge (LoRA) may move a value by one such unit. If the last update is smaller than that,
+    rounding hides it, and what is within the rounding of both versions is called rounding.
     """
     faults = _by_name(sent, held, history)
     bad = {f.tensor for f in faults}
@@ -125,7 +126,8 @@ def compare_fingerprints(
                 stale[name] = version
             else:
                 faults.append(SyncFault(kind, name, None, _detail(kind, sent[name], held[name])))
-    faults += _stale_faults(stale, sent, held, history, rounding)
+    unknown = any(f.kind == "different" for f in faults)
+    faults += _stale_faults(stale, unknown, sent, held, history, rounding)
     faults.sort(key=lambda f: (f.tensor is not None, f.tensor or ""))
     return SyncReport(all(f.kind == "rounding" for f in faults), len(sent), tuple(faults))
 
@@ -248,12 +250,13 @@ def _detail(kind: str, sent: Fingerprint, held: Fingerprint) -> str:
     )
 
 
-def _stale_faults(stale, sent, held, history, rounding) -> list[SyncFault]:
+def _stale_faults(stale, unknown, sent, held, history, rounding) -> list[SyncFault]:
     """One fault for the whole sync if nothing newer is held; and one for each older tensor."""
     if not stale:
         return []
     newest, faults = max(stale.values()), []
-    if not any(_arrived(n, sent, held, history[newest], rounding) for n in sent.keys() - stale):
+    others = sent.keys() - stale
+    if not unknown and not any(_arrived(n, sent, held, history[newest], rounding) for n in others):
         behind = len(history) - newest
         where = (
             "the one before: the last push did not arrive"
@@ -265,7 +268,7 @@ def _stale_faults(stale, sent, held, history, rounding) -> list[SyncFault]:
         stale = {n: v for n, v in stale.items() if not _same(history[v][n], history[newest][n])}
     for name, version in stale.items():
         tie = sent[name].tied
-        kind, detail = "never sent", f"still version {version} of {len(history)}, others are newer"
+        kind, detail = "never sent", f"still version {version}; version {len(history)} was sent"
         if tie in held and tie not in stale:
             kind = "tied"
             detail = f"tied to {tie} in the trainer; that arrived, this is still version {version}"

@@ -262,6 +262,40 @@ def test_rounding_does_not_hide_an_old_version(dtype):
     assert {f for f in kinds(report) if f[0] != "rounding"} == {("never sent", "norm", 0)}
 
 
+def test_one_old_tensor_among_unknown_ones_does_not_make_the_whole_sync_old():
+    held = {k: v + 0.3 for k, v in NEW.items()} | {"norm": MIDDLE["norm"]}
+    report = compare_fingerprints(SENT, prints(held), HISTORY)
+    assert {f for f in kinds(report) if f[0] != "different"} == {("never sent", "norm", 1)}
+    assert len(report.faults) == 8
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3"])
+def test_a_real_mixture_of_experts(family):
+    """A sampler of bfloat16 weights; then one that never gets its norms, or the last push."""
+    from stablerl_core.training import small_moe
+    from stablerl_core.training.precision import round_weights
+
+    model, sampler = (small_moe(f"{family}-cpu", seed=0)[0] for _ in range(2))
+    history = [fingerprints(model)]
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_(0.05 * torch.randn(tensor.shape, generator=g).to(tensor.dtype))
+    sent = fingerprints(model)
+
+    def check(skip):
+        round_weights(model, sampler, "bfloat16", skip)
+        return compare_fingerprints(sent, fingerprints(sampler), history, rounding=BF16)
+
+    report = check(("",))  # skips every tensor: nothing is sent
+    assert ("old version", None, 0) in kinds(report)
+    report = check(("norm",))
+    names = {f.tensor for f in report.faults if f.kind != "rounding"}
+    assert names == {n for n in sent if "norm" in n} and not report.agree
+    assert {f.kind for f in report.faults} == {"never sent", "rounding"}
+    assert check(()).agree
+
+
 def test_an_update_below_one_unit_cannot_be_told_from_rounding():
     """What is held fits both versions: said to be rounding, which is all that can be said."""
     old = {"norm": torch.linspace(1, 1.9, 8)}
