@@ -40,6 +40,8 @@ def assert_same_drawing(browser, python) -> None:
             re.sub(r"[\d.]+", "", t) for t in other[:2] + other[3:]
         ]
         assert one[2] == other[2]
+        if one[1] == "hidden":
+            continue  # where a hidden mark waits is nobody's business
         numbers = [[float(v) for t in row[3:] for v in re.findall(r"-?[\d.]+", t)]
                    for row in (one, other)]  # fmt: skip
         assert numbers[0] == pytest.approx(numbers[1], abs=0.11)
@@ -50,10 +52,10 @@ def test_every_explorer_of_the_package_is_on_a_page(site):
     assert set(re.findall(r'class="srl-explorer" data-name="(\w+)"', text)) == set(EXPLORERS)
 
 
-@pytest.mark.parametrize("page_name", pages_with_explorers() or ["(no page)"])
-def test_every_slider_moves_picture_and_text(page_name, site, address, visit):
+@pytest.mark.parametrize("with_explorers", pages_with_explorers() or ["(no page)"])
+def test_every_slider_moves_picture_and_text(with_explorers, site, address, visit):
     seen = visit(address)
-    page = seen.open(f"{address}/{page_name}")
+    page = seen.open(f"{address}/{with_explorers}")
     asked = seen.requests
     figures = page.locator("figure.srl-explorer")
     assert figures.count() > 0
@@ -88,10 +90,10 @@ def move_through(page, figure, explorer, slider, control) -> None:
         page.keyboard.press("ArrowRight")
 
 
-@pytest.mark.parametrize("page_name", pages_with_explorers() or ["(no page)"])
-def test_without_javascript_the_picture_is_there(page_name, site, address, visit):
+@pytest.mark.parametrize("with_explorers", pages_with_explorers() or ["(no page)"])
+def test_without_javascript_the_picture_is_there(with_explorers, site, address, visit):
     page = visit(address, java_script_enabled=False).page
-    page.goto(f"{address}/{page_name}", wait_until="load")
+    page.goto(f"{address}/{with_explorers}", wait_until="load")
     for figure in page.locator("figure.srl-explorer").all():
         explorer = EXPLORERS[figure.get_attribute("data-name")]
         assert figure.locator(".srl-panels svg[role=img], .srl-panels table").first.is_visible()
@@ -101,16 +103,16 @@ def test_without_javascript_the_picture_is_there(page_name, site, address, visit
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("page_name", pages_with_explorers() or ["(no page)"])
-def test_words_can_be_read_in_both_themes(page_name, scheme, site, address, visit):
-    page = visit(address, color_scheme=scheme).open(f"{address}/{page_name}")
+@pytest.mark.parametrize("with_explorers", pages_with_explorers() or ["(no page)"])
+def test_words_can_be_read_in_both_themes(with_explorers, scheme, site, address, visit):
+    page = visit(address, color_scheme=scheme).open(f"{address}/{with_explorers}")
     figure = page.locator("figure.srl-explorer").first
     ink = brightness(figure.evaluate("f => getComputedStyle(f.querySelector('output')).color"))
     paper = brightness(figure.evaluate(BACKGROUND))
     assert abs(ink - paper) > 120
     assert (paper > 128) == (scheme == "light")
     SHOTS.mkdir(exist_ok=True)
-    figure.screenshot(path=SHOTS / f"explorer_{page_name.split('/')[-1][:2]}_{scheme}.png")
+    figure.screenshot(path=SHOTS / f"explorer_{with_explorers.split('/')[-1][:2]}_{scheme}.png")
 
 
 # The first background that is not transparent, from the figure outwards.
