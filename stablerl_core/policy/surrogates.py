@@ -187,7 +187,7 @@ def _clipped(
     """min(r Â, clip(r, 1 − clip_low, 1 + clip_high) Â), for Â < 0 never below dual_clip · Â.
 
     The minimum is r Â except on two flat sides: Â > 0 with r above the range, Â < 0 with r below;
-    a dual clip (arXiv 1912.09729 Eq. 5) makes a third of Â < 0 with r above it. Written so, a
+    a dual clip (arXiv 1912.09729) makes a third of Â < 0 with r above it. Written so, a
     ratio that overflows on a flat side gives no 0 · inf in the gradient. Without a dual clip the
     term falls without limit as r grows and Â < 0.
     """
