@@ -147,7 +147,8 @@ def test_vector_13_length_adaptive_lambda():
     lengths = torch.tensor([0, 1, 10, 20, 100, 1000, 16_000])
     expected = torch.tensor([0, 0, 0, 0, 0.8, 0.98, 0.99875])  # 1 − 1/(.05 · 10) is −1
     torch.testing.assert_close(length_adaptive_lambda(lengths), expected, rtol=1e-6, atol=1e-7)
-    assert length_adaptive_lambda(torch.tensor([4]), alpha=1.0).item() == 0.75
+    assert length_adaptive_lambda(torch.tensor([4, 0]), alpha=1.0).tolist() == [0.75, 0.0]
+    assert length_adaptive_lambda(torch.tensor([0]), alpha=2.0).item() == 0.0  # not that of 1
 
 
 zeros, here = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
