@@ -26,10 +26,10 @@ browser test then find it. In a notebook `COIN` as the last line of a cell shows
 - Panels: `Curves` (lines, points, vertical guides, log axes), `Bars`, `Table` (of texts).
 """
 
-from . import kl_entropy
+from . import clipping, kl_entropy, kl_gradient
 from .explorer import Explorer, Slider
 from .panels import Bars, Curves, Table
 
-EXPLORERS = {e.name: e for e in kl_entropy.ALL}
+EXPLORERS = {e.name: e for chapter in (kl_entropy, kl_gradient, clipping) for e in chapter.ALL}
 
 __all__ = ["EXPLORERS", "Bars", "Curves", "Explorer", "Slider", "Table"]
