@@ -31,7 +31,7 @@ from .experiment import Experiment
 
 RATE = 5e-4
 REUSE = {1: (1, 1), 4: (4, 1), 16: (4, 4)}  # updates a rollout: (minibatches, epochs)
-STEPS = {1: 60, 4: 50, 16: 30}
+STEPS = {1: 60, 4: 50, 16: 20}
 
 
 def arm(
@@ -47,7 +47,7 @@ def arm(
     return (
         TrainerConfig(
             steps=STEPS[updates],
-            data=DataConfig(prompts=16),
+            data=DataConfig(prompts=16, eval_every=STEPS[updates] // 4),
             policy=PolicyConfig(
                 objective=objective, minibatches=minibatches, epochs=epochs, options=options
             ),
