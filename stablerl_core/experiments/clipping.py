@@ -24,9 +24,20 @@ before the repeated runs:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from ..policy import OBJECTIVES
-from ..training import DataConfig, NumericsConfig, PolicyConfig, TrainerConfig
+from ..training import (
+    DataConfig,
+    NumericsConfig,
+    PolicyConfig,
+    Trainer,
+    TrainerConfig,
+    completion_logp,
+)
 from .experiment import Experiment
 
 RATE = 5e-4
@@ -74,3 +85,23 @@ ALL = (
         },
     ),
 )
+
+
+def reuse_once(objective: str, updates: int, seed: int = 0) -> dict[str, Tensor]:
+    """One rollout of the base model used for so many updates: its tokens before and after.
+
+    Returns flat tensors over the counted tokens: `old_logp`, `logp`, `advantages`. The learning
+    rate is in force from the first update.
+    """
+    (config,) = arm(objective, updates)
+    numerics = replace(config.numerics, warmup=0)
+    trainer = Trainer(replace(config, numerics=numerics, seed=seed))
+    batch, _, advantages = trainer._collect(1)
+    with torch.no_grad():
+        before = completion_logp(trainer.model, batch)
+    trainer._update(batch, advantages)
+    with torch.no_grad():
+        after = completion_logp(trainer.model, batch)
+    wide = advantages[:, None].expand(batch.mask.shape)
+    values = {"old_logp": before, "logp": after, "advantages": wide}
+    return {name: tensor[batch.mask] for name, tensor in values.items()}
