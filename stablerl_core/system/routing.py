@@ -69,6 +69,21 @@ class RoutingRecord:
             mask = torch.ones(indices.shape[:2], dtype=torch.bool, device=indices.device)
         return cls(indices, mask.bool())
 
+    @classmethod
+    def joined(cls, parts: Sequence[RoutingRecord]) -> RoutingRecord:
+        """Records of the same rows as one, column after column.
+
+        Scored prompts that G completions share: `joined([prompts[owner], completions])`, `owner`
+        (B,) the prompt of each row. Raises `ValueError` for no parts or other rows.
+        """
+        rows = [len(part.mask) for part in parts]
+        if len(set(rows)) != 1:
+            raise ValueError(
+                f"parts have {rows or 'no'} rows; one record needs the same rows in each. Where "
+                "rows share a prompt or leave the batch, pick them first: part[rows]"
+            )
+        return cls(torch.cat([p.indices for p in parts], 1), torch.cat([p.mask for p in parts], 1))
+
     @property
     def bytes_per_token(self) -> int:
         """L · k · bytes of one id."""
@@ -134,18 +149,9 @@ class Recording:
         """All passes as one record, column after column: a prompt and then its decoded tokens.
 
         The mask is what `attention_mask` said when a column was fed. Raises `ValueError` without
-        a pass, and when the rows changed between passes: then the caller joins `parts`.
+        a pass, and when the rows changed between passes: then the caller picks from `parts`.
         """
-        parts = self.parts
-        rows = [len(part.mask) for part in parts]
-        if not parts or len(set(rows)) > 1:
-            raise ValueError(
-                f"the forward passes had {rows or 'no'} rows; one record needs at least one pass "
-                "and the same rows in each. Join .parts yourself where rows leave the batch"
-            )
-        return RoutingRecord(
-            torch.cat([part.indices for part in parts], 1), torch.cat([p.mask for p in parts], 1)
-        )
+        return RoutingRecord.joined(self.parts)
 
     def _begin(self, _, args, kwargs) -> None:
         shape, mask = _fed(args, kwargs), (*args[1:2], kwargs.get("attention_mask"))[0]
@@ -154,7 +160,7 @@ class Recording:
         mask = mask[:, -shape[1] :].ne(0) if known else None
         self._open = _Heard(shape, mask, [None] * len(self._routers), [0] * len(self._routers))
 
-    def _listen(self, layer: int, router: nn.Module, output) -> None:
+    def _listen(self, layer: int, router: nn.Module, _, output) -> None:
         if self._open is not None:  # None in the re-run of a checkpointed layer
             self._open.ids[layer] = _expert_ids(router, output)
             self._open.calls[layer] += 1
@@ -194,8 +200,7 @@ def record_routing(model: nn.Module) -> Iterator[Recording]:
     recording = Recording(routers)
     handles = [model.register_forward_pre_hook(recording._begin, with_kwargs=True)]
     for layer, router in enumerate(routers.values()):
-        hook = partial(recording._listen, layer)
-        handles.append(router.register_forward_hook(lambda m, _, out, hook=hook: hook(m, out)))
+        handles.append(router.register_forward_hook(partial(recording._listen, layer)))
     handles.append(model.register_forward_hook(recording._end))
     try:
         yield recording
@@ -239,7 +244,8 @@ def replay_routing(
 
 @dataclass
 class _Pass:
-    """The experts of one forward pass: `chosen` (L, N, k) int64; `known` (N,) None where all."""
+    """The experts of one forward pass of N tokens: `chosen` (L, N, k) compact; `known` (N,), None
+    where all are; `calls` of each layer so far."""
 
     chosen: Tensor
     known: Tensor | None
@@ -289,7 +295,7 @@ class _Replay:
         self.open = None
         left = self.records[self.part] if self.part < len(self.records) else None
         total = 0 if left is None else left.mask.shape[1]
-        if left is None or (rows != len(left.mask)) or self.column + columns > total:
+        if left is None or rows != len(left.mask) or self.column + columns > total:
             raise ValueError(
                 f"this forward feeds {rows} rows × {columns} columns, but {self._state()}. "
                 "A completion's last token is sampled and not fed: leave it out"

@@ -221,8 +221,34 @@ def test_recording_sees_what_the_rollouts_own_tap_sees():
         alive = batch.mask[:, t + 1]
         assert torch.equal(part.indices[:, 0], batch.routing[alive, 4 + t])
     assert len(decoded) == batch.routing.shape[1] - 4
-    with pytest.raises(ValueError, match=r"had \[2, 5"):
+    with pytest.raises(ValueError, match=r"have \[2, 5"):
         recording.record()
+
+
+def test_the_trainers_own_record_is_replayed_by_the_same_function():
+    """R2: the experts of π_old, recorded in the pass for `old_logp`, after the weights moved."""
+    _, batch = sampled()
+    trainer = moe("mixtral", seed=1)
+    with torch.no_grad(), record_routing(trainer) as recording:
+        old_logp = completion_logp(trainer, batch)
+        prompts, completions = recording.parts
+    with torch.no_grad(), replay_routing(trainer, recording.parts):
+        assert torch.equal(completion_logp(trainer, batch), old_logp)  # first update: unchanged
+        for router in routers(trainer):
+            router.weight.mul_(-1)
+    whole = RoutingRecord.joined([prompts[torch.arange(6) // 3], completions])
+    rows = torch.tensor([3, 4, 5])
+    part, width = select_rows(batch, rows), batch.prompt.shape[1]
+    mine = whole[rows, : width + part.mask.shape[1] - 1]
+    two = [mine[:1, :width], mine[:, width:]]
+    with torch.no_grad(), record_routing(trainer) as again, replay_routing(trainer, two):
+        completion_logp(trainer, part)
+    known = part.mask[:, 1:]
+    assert torch.equal(
+        again.parts[1].indices[known], completions.indices[rows][:, : known.shape[1]][known]
+    )
+    with pytest.raises(ValueError, match=r"parts have \[2, 6\] rows"):
+        RoutingRecord.joined([prompts, completions])
 
 
 def test_part_of_a_rollout_keeps_its_record():
@@ -448,6 +474,8 @@ def test_a_record_of_another_model_is_refused():
 
 
 def test_models_that_cannot_be_replayed_are_refused():
+    with pytest.raises(ValueError, match="parts have no rows"), record_routing(moe("olmoe")) as r:
+        r.record()
     with pytest.raises(ValueError, match="Linear, which has no MoE router"):
         with record_routing(nn.Linear(2, 2)):
             pass
