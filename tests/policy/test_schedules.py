@@ -47,6 +47,7 @@ def test_constant_linear_and_piecewise():
     values = [line(step, None, []) for step in (1, 2, 3, 4, 5, 6, 500)]
     assert values == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3, 0.3, 0.3], rel=1e-12)
     assert (values[0], values[4], values[6]) == (0.1, 0.3, 0.3)
+    assert Linear(1.0, 0.1, 5)(5, None, []) == 0.1  # 1 + (0.1 − 1) is not
     stairs = Piecewise(((1, 8), (51, 16), (80, 4)))
     assert [stairs(n, None, []) for n in (1, 50, 51, 79, 80, 900)] == [8, 8, 16, 16, 4, 4]
     assert isinstance(stairs(1, None, []), int)
