@@ -198,12 +198,13 @@ def _json(value) -> str:
 
 
 def _input(slider: Slider) -> str:
+    """A slider over the stops; the attribute data-lm- keeps JupyterLab's hands off its keys."""
     at = list(slider.values).index(slider.start)
     words = escape(slider.words(slider.start))
     return (
         f"<label>{escape(slider.label)} <b>{words}</b>"
         f'<input type="range" min="0" max="{len(slider.values) - 1}" value="{at}" '
-        f'aria-valuetext="{words}" disabled></label>'
+        f'aria-valuetext="{words}" data-lm-suppress-shortcuts="true" disabled></label>'
     )
 
 

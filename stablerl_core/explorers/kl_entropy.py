@@ -101,13 +101,14 @@ def pace(rate: float, start: float, kl_coef: float):
         f"{max(moved[1:]):.2g}. In the end {solved[-1]:.0%} of the groups are all right."
     )
     x, where = list(range(STEPS + 1)), {"x_range": (0, STEPS)}
+    step, right_groups = {"KL(before ‖ after)": moved}, {"all right": solved}
     return text, [
         Curves("KL and entropy", "step", "nats", x, dict(zip(STYLE, (kl, spread), strict=True)),
                colours=STYLE, y_range=(0, 1.2), **where),
-        Curves("KL of each step", "step", "nats, log scale", x, {"KL(before ‖ after)": moved},
-               y_range=(1e-5, 1), log_y=True, **where),
-        Curves("Groups without signal", "step", "share", x, {"all right": solved},
-               colours={"all right": COLOURS["reward"]}, y_range=(0, 1), **where),
+        Curves("KL of each step", "step", "nats, log scale", x, step, y_range=(1e-5, 1),
+               log_y=True, colours=dict.fromkeys(step, COLOURS["kl_step"]), **where),
+        Curves("Groups without signal", "step", "share", x, right_groups, y_range=(0, 1),
+               colours=dict.fromkeys(right_groups, COLOURS["solved_groups"]), **where),
     ]  # fmt: skip
 
 

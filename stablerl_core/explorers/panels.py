@@ -10,7 +10,7 @@ from html import escape
 from ..four_curves import axis_range
 
 WIDTH, HEIGHT = 340, 220
-BOX = LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 10, 8, HEIGHT - 36
+BOX = LEFT, RIGHT, TOP, BOTTOM = 56, WIDTH - 10, 8, HEIGHT - 36
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#888888")
 DASHES = ("", "6 3", "2 2", "8 2 2 2")  # tell lines apart once the palette is used up
 

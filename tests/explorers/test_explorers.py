@@ -102,6 +102,8 @@ def test_the_static_form_is_accessible_small_and_alone(explorer):
     labels = [label for label in soup.select("label") if label.input]
     assert len(labels) == len(explorer.sliders)
     assert all(label.input["aria-valuetext"] in label.get_text() for label in labels)
+    # On the element itself: JupyterLab would keep its arrow keys otherwise.
+    assert all(label.input.has_attr("data-lm-suppress-shortcuts") for label in labels)
 
 
 def test_a_kernel_reaches_values_between_the_stops():
