@@ -70,6 +70,24 @@ def test_detached_ratio_is_the_forward_kl(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_detached_ratio_weighs_k2_back_to_the_reverse_kl(seed):
+    """What the chapter's table says of k2 off-policy: wrong without the weight, right with it."""
+    theta, pi, ref, mu = policies(seed)
+    ratio = pi / mu
+    plain = expected_gradient(lambda x: kl_estimate(x, ref.log(), "k2"), theta, mu)
+    weighted = expected_gradient(lambda x: ratio * kl_estimate(x, ref.log(), "k2"), theta, mu)
+    close(weighted, grad_reverse_kl(pi, ref))
+    assert (plain - grad_reverse_kl(pi, ref)).norm() > 0.01
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_k1_off_policy_drives_away_from_the_sampler(seed):
+    theta, pi, ref, mu = policies(seed)
+    grad = expected_gradient(lambda x: kl_estimate(x, ref.log(), "k1"), theta, mu)
+    close(grad, -grad_forward_kl(pi, mu))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_seed_formula_has_the_mean_of_the_forward_kl_and_no_kl_gradient(seed):
     theta, pi, ref, _ = policies(seed)
     value = seed_delta_log_delta(pi.log(), ref.log())
