@@ -61,6 +61,12 @@ SIGNALS: dict[str, Signal] = {
     "mismatch_kl": Signal(
         4, "nats/token", "k3 estimate of KL(μ ‖ π_old); the tokens were drawn from μ"
     ),
+    "weight_ess": Signal(
+        4, "share", "effective sample size (E w)²/E w² of the importance weights before their cap"
+    ),
+    "masked_tokens": Signal(
+        4, "share", "tokens with an advantage that a correction or an off-policy mask set to 0"
+    ),
     "staleness": Signal(4, "versions", "trainer version minus version of the sampler's weights"),
     "expert_load_max": Signal(
         4, "ratio", "busiest expert's load over the mean load, worst layer; 1 is balance"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf
 
 from ..policy import OBJECTIVES, Schedule, schedule_from_dict, schedule_to_dict
+from ..system import CORRECTIONS
 
 PRECISIONS = ("float32", "bfloat16", "float16", "float8_e4m3", "int4")
 
@@ -146,6 +147,12 @@ class SystemConfig:
     weights and back; computation stays in float32), refreshed every `sync_every` steps except
     for tensors whose name contains one of `sync_skip`. `old_logp` says whose log-probabilities
     are the denominator of the policy ratio: the `trainer`'s, recomputed, or the `sampler`'s.
+    `correction` names a row of `CORRECTIONS`, or is `minimum_prefix`; its weights π_old/μ multiply
+    the advantages, π_old being computed again at the start of the step (`old_logp` `trainer`).
+    `off_policy_threshold` is the δ of `off_policy_sequence_mask`, against μ. `replay_routing`
+    makes the trainer choose the experts that the sampler chose (`R3`) or that it chose itself at
+    the start of the step (`R2`). `keep_sampling_mask` False scores tokens over the whole
+    vocabulary although top-p or top-k truncated it.
     With `partial_tokens` a step samples at most so many tokens of each completion and trains on
     the groups that are whole; the others go on in the next step, with its weights (0 = off).
     """
@@ -154,6 +161,11 @@ class SystemConfig:
     sync_every: int = 1
     sync_skip: tuple[str, ...] = ()
     old_logp: str = "trainer"
+    correction: str | None = None
+    correction_cap: float | None = None
+    off_policy_threshold: float | None = None
+    replay_routing: str | None = None
+    keep_sampling_mask: bool = True
     partial_tokens: int = 0
     device: str = "cpu"
 
@@ -166,6 +178,18 @@ class SystemConfig:
         _require(self.sync_every >= 1, f"system.sync_every={self.sync_every}: must be ≥ 1")
         known = ("trainer", "sampler")
         _require(self.old_logp in known, f"system.old_logp={self.old_logp!r}: one of {known}")
+        known = (None, *CORRECTIONS, "minimum_prefix")
+        _require(self.correction in known, f"system.correction={self.correction!r}: one of {known}")
+        _require(
+            self.correction is None or self.old_logp == "trainer",
+            f"system.correction={self.correction!r} with old_logp='sampler' would count the "
+            "mismatch twice: use old_logp='trainer'",
+        )
+        value = self.correction_cap
+        _require(value is None or value > 0, f"system.correction_cap={value}: must be > 0")
+        known = (None, "R2", "R3")
+        value = self.replay_routing
+        _require(value in known, f"system.replay_routing={value!r}: one of {known}")
 
     @property
     def separate_sampler(self) -> bool:
@@ -232,6 +256,11 @@ class TrainerConfig:
         _require(
             self.policy.top_p == 1 and self.policy.top_k == 0,
             "system.partial_tokens is set: policy.top_p must be 1 and policy.top_k 0",
+        )
+        _require(
+            self.system.replay_routing != "R3",
+            "system.partial_tokens is set: an interrupted completion keeps no routing record, so "
+            "system.replay_routing='R3' cannot be used",
         )
         _require(
             not {"data.group_size", "policy.temperature"} & set(self.schedules),

@@ -21,7 +21,13 @@ from ..policy import (
     loss_denominator,
     policy_objective,
 )
-from .config import PolicyConfig
+from ..system import (
+    CORRECTIONS,
+    importance_weights,
+    minimum_prefix_weights,
+    off_policy_sequence_mask,
+)
+from .config import PolicyConfig, SystemConfig
 from .rollout import Rollout, completion_logp, select_rows
 
 NOTHING_SEEN = ObjectiveDiagnostics(0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -33,18 +39,22 @@ class UpdateLoss:
 
     `old_logp` (B, T), `advantages` (B,) or (B, T) and `anchored` (B, T), the tokens that KL-Cov
     pulls back, are those of the whole rollout; `clip` are the bounds in force, found by BAPO's
-    search where the configuration names none. `pull` (2,) adds up Σ|∂loss/∂log π_θ| of the
-    objective over tokens with Â > 0, and over all.
+    search where the configuration names none. `weights` (B, T) correct for μ, which sampled.
+    `pull` (2,) adds up Σ|∂loss/∂log π_θ| of the objective over tokens with Â > 0, and over all;
+    `silenced` (2,) the tokens with an advantage that weights and masks set to 0, and all of them.
     """
 
     policy: PolicyConfig
+    system: SystemConfig
     reference: PreTrainedModel
     denominator: int
     old_logp: Tensor | None
     advantages: Tensor
     clip: dict[str, float | None]
+    weights: Tensor | None = None
     anchored: Tensor | None = None
     pull: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    silenced: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
 
     def of(
         self, logits: Tensor, logp: Tensor, piece: Rollout, rows: Tensor
@@ -56,9 +66,8 @@ class UpdateLoss:
         """
         if not torch.isfinite(logp[piece.mask]).all():
             return logp.sum() * math.nan, NOTHING_SEEN
-        advantages, old_logp = self.advantages[rows], self._cut(self.old_logp, rows, piece)
-        if advantages.ndim == 2:
-            advantages = advantages[:, : logp.shape[1]]
+        old_logp = self._cut(self.old_logp, rows, piece)
+        advantages = self._corrected(logp.detach(), piece, rows)
         loss, seen = policy_objective(
             self.policy.objective,
             logp,
@@ -74,6 +83,26 @@ class UpdateLoss:
         self.pull += _pull(loss, logp, advantages)
         penalties = self._penalties(logits, logp, old_logp, piece, rows)
         return sum((coef * self._mean(x, piece) for coef, x in penalties), loss), seen
+
+    def _corrected(self, logp: Tensor, piece: Rollout, rows: Tensor) -> Tensor:
+        """The advantages, weighted and masked for tokens that came from μ and not from π_old."""
+        advantages, system = self.advantages[rows], self.system
+        given = advantages if advantages.ndim == 1 else advantages[:, : logp.shape[1]]
+        used = given
+        if self.weights is not None:
+            used = _wide(used) * self._cut(self.weights, rows, piece)
+        if system.correction == "minimum_prefix":
+            cap = math.inf if system.correction_cap is None else system.correction_cap
+            found = minimum_prefix_weights(logp, piece.sampler_logp, piece.mask, cap=cap)
+            used = _wide(used) * found.values
+        if system.off_policy_threshold is not None:
+            threshold, drawn = system.off_policy_threshold, piece.sampler_logp
+            keep = off_policy_sequence_mask(logp, drawn, given, piece.mask, threshold)
+            used = _wide(used) * keep.expand(piece.mask.shape)
+        if used is not given:
+            had = (_wide(given) != 0) & piece.mask
+            self.silenced += torch.stack([(had & (used == 0)).sum(), had.sum()]).double().cpu()
+        return used
 
     def _penalties(self, logits, logp, old_logp, piece: Rollout, rows: Tensor):
         """(weight, (B, T) values) of everything that joins the objective."""
@@ -102,6 +131,22 @@ def update_denominator(policy: PolicyConfig, mask: Tensor, longest: int) -> int:
     """What the sum over an update's rows is divided by; `constant` means rows × `longest`."""
     whole = loss_denominator(mask, aggregation_of(policy))
     return whole * longest if aggregation_of(policy) == "constant" else whole
+
+
+def correction_weights(
+    system: SystemConfig, old_logp: Tensor, batch: Rollout
+) -> tuple[Tensor, float] | None:
+    """Weights (B, T) of the configured correction and their effective sample size, or None.
+
+    None too where a log-probability is not finite: the loss finds that and is NaN.
+    """
+    if system.correction not in CORRECTIONS or not torch.isfinite(old_logp[batch.mask]).all():
+        return None
+    options = dict(CORRECTIONS[system.correction])
+    if system.correction_cap is not None:
+        options["cap"] = system.correction_cap
+    found = importance_weights(old_logp, batch.sampler_logp, batch.mask, **options)
+    return found.values, found.ess
 
 
 @torch.no_grad()
@@ -135,6 +180,10 @@ def decide_together(
     elif policy.covariance == "kl_cov":
         loss.anchored = torch.zeros_like(batch.mask)
         loss.anchored[rows, :width] = kl_cov(*given, ratio=share)
+
+
+def _wide(advantages: Tensor) -> Tensor:
+    return advantages[:, None] if advantages.ndim == 1 else advantages
 
 
 def aggregation_of(policy: PolicyConfig) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..policy import entropy
-from ..system import masked_log_probs, sample_tokens
+from ..system import (
+    RoutingRecord,
+    masked_log_probs,
+    record_routing,
+    replay_routing,
+    sample_tokens,
+)
 from .models import routers
 
 
@@ -308,13 +315,37 @@ def completion_logits(model: PreTrainedModel, batch: Rollout) -> Tensor:
     """Logits (B, T, V) that score each completion token, all in one pass.
 
     As in sampling, the prompt of adjacent rows is read once and its cache serves them all; the
-    gradient flows back through it. Values at padding are arbitrary but finite.
+    gradient flows back through it. Experts that the rollout recorded (`routing`) are used again,
+    with gates of the current logits. Values at padding are arbitrary but finite.
     """
     prompts, owner = _distinct_prompts(batch)
-    state = _prefill(model, prompts.clamp(min=0), prompts >= 0, owner)
-    if batch.tokens.shape[1] == 1:
-        return state.logits[:, None]
-    return torch.cat([state.logits[:, None], _feed(model, state, batch.tokens[:, :-1])], 1)
+    with replay_routing(model, _record(batch, owner)) if _routed(batch) else nullcontext():
+        state = _prefill(model, prompts.clamp(min=0), prompts >= 0, owner)
+        if batch.tokens.shape[1] == 1:
+            return state.logits[:, None]
+        return torch.cat([state.logits[:, None], _feed(model, state, batch.tokens[:, :-1])], 1)
+
+
+def _routed(batch: Rollout) -> bool:
+    return batch.routing is not None
+
+
+def _record(batch: Rollout, owner: Tensor) -> list[RoutingRecord]:
+    """The record of a rollout in the order in which it is scored: prompts, then completions."""
+    known = torch.cat([batch.prompt_mask, batch.mask[:, 1:]], 1)  # a last token is never read
+    record, width = RoutingRecord.of(batch.routing, known), batch.prompt.shape[1]
+    first = torch.cat([owner.new_ones(1), owner.diff()]).nonzero()[:, 0]
+    return [record[first, :width], record[:, width:]]
+
+
+def with_own_routing(model: PreTrainedModel, batch: Rollout) -> Rollout:
+    """The rollout with the experts that `model` itself chooses when it scores it (R2)."""
+    batch = replace(batch, routing=None)
+    with torch.no_grad(), record_routing(model) as recording:
+        completion_logits(model, batch)
+    (prompts, *completions), (_, owner) = recording.parts, _distinct_prompts(batch)
+    record = RoutingRecord.joined([prompts[owner], *completions])
+    return replace(batch, routing=record.indices)
 
 
 def _distinct_prompts(batch: Rollout) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,13 @@ from ..system import mismatch_report
 from .base import options_of, starting_point
 from .checkpoint import load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
 from .config import TrainerConfig
-from .loss import NOTHING_SEEN, UpdateLoss, decide_together, update_denominator
+from .loss import (
+    NOTHING_SEEN,
+    UpdateLoss,
+    correction_weights,
+    decide_together,
+    update_denominator,
+)
 from .models import ExpertLoad
 from .partial import InFlight, Origin, restore
 from .precision import round_weights
@@ -45,6 +51,7 @@ from .rollout import (
     micro_batches,
     rollout,
     select_rows,
+    with_own_routing,
 )
 
 LOG = "run.jsonl"
@@ -223,7 +230,9 @@ class Trainer:
         seed = (self.config.seed * 1_000_003 + n) * 8 + purpose
         return torch.Generator(device=self.model.device).manual_seed(seed)
 
-    def _sample(self, model, problems, n: int, purpose: int, group_size: int, sampling) -> Rollout:
+    def _sample(
+        self, model, problems, n: int, purpose: int, group_size: int, sampling, record_routing=False
+    ) -> Rollout:
         prompt, mask = encode_prompts(
             self.tokenizer, [p.prompt for p in problems], self.model.device
         )
@@ -237,6 +246,7 @@ class Trainer:
             generator=self._generator(n, purpose),
             sampling=sampling,
             version=self.sampler_version,
+            record_routing=record_routing,
         )
 
     def _draw(self, n: int, count: int) -> list[Problem]:
@@ -249,7 +259,10 @@ class Trainer:
             return self._roll_partly(n)
         problems = self._draw(n, data.prompts)
         sampling = Sampling(policy.temperature, policy.top_p, policy.top_k)
-        batch = self._sample(self.sampler, problems, n, 0, data.group_size, sampling)
+        record = self.config.system.replay_routing == "R3"
+        batch = self._sample(self.sampler, problems, n, 0, data.group_size, sampling, record)
+        if not self.config.system.keep_sampling_mask:
+            batch = replace(batch, kept=None)
         return batch, [p for p in problems for _ in range(data.group_size)]
 
     def _roll_partly(self, n: int) -> tuple[Rollout, list[Problem]]:
@@ -358,18 +371,22 @@ class Trainer:
     # Layers 2 and 3: the update
 
     def _update(self, batch: Rollout, advantages: Tensor) -> dict:
-        policy, old_logp, gap = self.config.policy, None, None
-        if self.config.system.old_logp == "sampler":
+        policy, system, old_logp, gap = self.config.policy, self.config.system, None, None
+        if system.replay_routing == "R2":
+            batch = with_own_routing(self.model, batch)
+        if system.old_logp == "sampler":
             old_logp = batch.sampler_logp
-        elif policy.epochs * policy.minibatches > 1:
+        elif policy.epochs * policy.minibatches > 1 or system.correction:
             with torch.no_grad():
                 old_logp = completion_logp(self.model, batch)
             gap = _gap(old_logp, batch)
         minibatches = torch.arange(len(advantages), device=advantages.device).chunk(
             policy.minibatches
         )
+        corrected = correction_weights(system, old_logp, batch)
+        weights = None if corrected is None else corrected[0]
         done = [
-            self._one_update(batch, advantages, old_logp, rows)
+            self._one_update(batch, advantages, old_logp, weights, rows)
             for _ in range(policy.epochs)
             for rows in minibatches
         ]
@@ -385,12 +402,17 @@ class Trainer:
         positive, total = sum(update.pull for update in done).tolist()
         if total:
             row["positive_share"] = positive / total
+        silenced, all_of_them = sum(update.silenced for update in done).tolist()
+        if all_of_them:
+            row["masked_tokens"] = silenced / all_of_them
+        if corrected is not None:
+            row["weight_ess"] = corrected[1]
         if policy.objective == "bapo":
             for name in ("clip_low", "clip_high"):
                 row[name] = sum(update.clip[name] or 0.0 for update in done) / len(done)
         return row | (done[0].gap if gap is None else gap)
 
-    def _one_update(self, batch, advantages, old_logp, rows) -> _Update:
+    def _one_update(self, batch, advantages, old_logp, weights, rows) -> _Update:
         """One optimizer step on some rows; what it saw before stepping."""
         policy = self.config.policy
         denominator = update_denominator(policy, batch.mask[rows], self.config.data.max_new_tokens)
@@ -398,7 +420,8 @@ class Trainer:
             # Without an advantage these rows have no gradient; the denominator counts them.
             rows = rows[advantages[rows] != 0]
         clip = {"clip_low": policy.clip_low, "clip_high": policy.clip_high}
-        loss = UpdateLoss(policy, self.reference, denominator, old_logp, advantages, clip)
+        given = (policy, self.config.system, self.reference, denominator)
+        loss = UpdateLoss(*given, old_logp, advantages, clip, weights)
         decide_together(loss, self.model, batch, rows, self._generator(self.updates, 3))
         total, diagnostics = 0.0, [NOTHING_SEEN]
         scored = torch.zeros_like(batch.sampler_logp)
@@ -414,7 +437,8 @@ class Trainer:
             diagnostics.append(seen)
         norm, finite = self._apply(total)
         gap = _gap(scored[rows], select_rows(batch, rows)) if len(rows) else {}
-        return _Update(total, norm, finite, gap, diagnostics, loss.clip, loss.pull)
+        seen = (gap, diagnostics, loss.clip, loss.pull, loss.silenced)
+        return _Update(total, norm, finite, *seen)
 
     def _apply(self, loss: float) -> tuple[float, bool]:
         """Clip, decide about faults, step; returns the gradient norm and whether all was finite."""
@@ -514,6 +538,7 @@ class _Update:
     diagnostics: list[ObjectiveDiagnostics]
     clip: dict[str, float | None]
     pull: Tensor
+    silenced: Tensor
 
 
 def _check_device(name: str) -> None:

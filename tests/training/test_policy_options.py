@@ -163,7 +163,7 @@ def test_clip_cov_takes_the_gradient_from_the_share_it_was_given():
     trainer = Trainer(tiny_config(policy__covariance="clip_cov", **options))
     batch, _, advantages = trainer._collect(1)
     loss = loss_module.UpdateLoss(
-        trainer.config.policy, trainer.reference, 24, None, advantages, {}
+        trainer.config.policy, trainer.config.system, trainer.reference, 24, None, advantages, {}
     )
     generator = torch.Generator().manual_seed(0)
     loss_module.decide_together(loss, trainer.model, batch, torch.arange(24), generator)

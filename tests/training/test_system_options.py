@@ -1,0 +1,180 @@
+"""Layer 4 in the loop: corrections, off-policy masks, Keep Routing, Keep Sampling Mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import FAMILIES, sharp_moe, tiny_config
+
+from stablerl_core.rewards import task_by_name
+from stablerl_core.system import CORRECTIONS, importance_weights, off_policy_sequence_mask
+from stablerl_core.training import Trainer
+from stablerl_core.training.rollout import (
+    Sampling,
+    completion_logits,
+    completion_logp,
+    encode_prompts,
+    rollout,
+    select_rows,
+    with_own_routing,
+)
+
+COARSE = {"system__sampler_precision": "int4", "probe_every": 9}
+
+
+def sampled(model, tokenizer, digits=(6, 3), **options):
+    problems = [task_by_name("sort", {"digits": d}).sample("train", 1, seed=0)[0] for d in digits]
+    prompt, mask = encode_prompts(tokenizer, [p.prompt for p in problems], "cpu")
+    return rollout(
+        model,
+        prompt,
+        mask,
+        group_size=3,
+        max_new_tokens=8,
+        eos_token_id=tokenizer.eos_token_id,
+        generator=torch.Generator().manual_seed(0),
+        **options,
+    )
+
+
+def step_gradients(trainer, monkeypatch) -> list[torch.Tensor]:
+    """The gradient of every update of one step, before clipping."""
+    found = []
+    plain = trainer._apply
+
+    def spy(loss):
+        found.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
+        return plain(loss)
+
+    monkeypatch.setattr(trainer, "_apply", spy)
+    trainer.step()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_samplers_experts_are_the_trainers_where_the_weights_are_equal(family):
+    """Left padding, shared prompts, ended rows: the record must meet the right tokens."""
+    model, tokenizer = sharp_moe(family)
+    batch = sampled(model, tokenizer, record_routing=True)
+    own = with_own_routing(model, batch)
+    read = torch.cat([batch.prompt_mask, batch.mask[:, 1:]], 1)
+    ours, theirs = (r.routing.long().sort(-1).values[read] for r in (own, batch))
+    assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        plain, replayed = (
+            completion_logits(model, b)[batch.mask] for b in (replace(batch, routing=None), own)
+        )
+    assert torch.equal(plain, replayed)
+
+
+def test_foreign_experts_are_obeyed_in_whole_and_in_parts():
+    model, tokenizer = sharp_moe()
+    batch = sampled(model, tokenizer, record_routing=True)
+    foreign = replace(batch, routing=(batch.routing + 1) % 8)
+    with torch.no_grad():
+        plain = completion_logp(model, replace(batch, routing=None))
+        moved = completion_logp(model, foreign)
+        rows = torch.tensor([1, 4, 5])
+        part = completion_logp(model, select_rows(foreign, rows))
+    assert (plain - moved)[batch.mask].abs().max() > 0.1
+    inside = select_rows(batch, rows).mask
+    assert (part - moved[rows][:, : part.shape[1]])[inside].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("replay", ["R2", "R3"])
+def test_the_loop_replays_and_its_router_keeps_a_gradient(replay, monkeypatch):
+    options = dict(COARSE, system__replay_routing=replay, policy__minibatches=2)
+    trainer = Trainer(tiny_config(**options))
+    gradient = step_gradients(trainer, monkeypatch)[0]
+    plain = step_gradients(
+        Trainer(tiny_config(**(options | {"system__replay_routing": None}))), monkeypatch
+    )[0]
+    routers = [p.grad for n, p in trainer.model.named_parameters() if n.endswith("gate.weight")]
+    assert routers and all(g.abs().max() > 0 for g in routers)
+    same = (gradient - plain).norm() < 1e-6 * plain.norm()
+    assert same == (replay == "R2")  # at the first update R2 changes nothing
+
+
+def test_corrections_weigh_the_advantages(monkeypatch):
+    """REINFORCE with TIS by hand: −Σ min(π_old/μ, cap) Â log π / (B · longest allowed)."""
+    trainer = Trainer(
+        tiny_config(
+            **COARSE,
+            policy__objective="reinforce",
+            system__correction="tis",
+            system__correction_cap=1.1,
+        )
+    )
+    collected = []
+    collect = trainer._collect
+    trainer._collect = lambda n: collected.append(collect(n)) or collected[-1]
+    model = Trainer(tiny_config()).model
+    actual = step_gradients(trainer, monkeypatch)[0]
+    batch, _, advantages = collected[0]
+    logp = completion_logp(model, batch)
+    weights = (logp.detach() - batch.sampler_logp).exp().clamp(max=1.1)
+    assert (weights[batch.mask] < 1.1).any() and (weights[batch.mask] == 1.1).any()
+    terms = torch.where(batch.mask, weights * advantages[:, None] * logp, 0.0)
+    (-terms.sum() / (24 * 10)).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert (actual - expected).norm() < 1e-4 * expected.norm()
+    ess = importance_weights(logp.detach(), batch.sampler_logp, batch.mask, cap=1.1).ess
+    assert trainer.log.rows[-1]["weight_ess"] == pytest.approx(ess, rel=1e-4)
+    assert trainer.log.rows[-1]["masked_tokens"] == 0
+
+
+@pytest.mark.parametrize("correction", [*CORRECTIONS, "minimum_prefix"])
+def test_every_correction_survives_a_split_into_micro_batches(correction, monkeypatch):
+    options = dict(COARSE, system__correction=correction, policy__minibatches=2)
+    options |= dict(system__off_policy_threshold=0.02, system__replay_routing="R3")
+    whole = step_gradients(Trainer(tiny_config(**options)), monkeypatch)
+    split = step_gradients(Trainer(tiny_config(numerics__micro_batch=2, **options)), monkeypatch)
+    assert whole[0].norm() > 1e-3 and (whole[0] - split[0]).norm() < 1e-5 * whole[0].norm()
+
+
+def test_the_off_policy_mask_silences_negative_sequences_that_moved():
+    trainer = Trainer(tiny_config(**COARSE, system__off_policy_threshold=0.05))
+    collected = []
+    collect = trainer._collect
+    trainer._collect = lambda n: collected.append(collect(n)) or collected[-1]
+    with torch.no_grad():
+        model = Trainer(tiny_config()).model
+        row = trainer.step()
+        batch, _, advantages = collected[0]
+        logp = completion_logp(model, batch)
+    keep = off_policy_sequence_mask(logp, batch.sampler_logp, advantages, batch.mask, 0.05)
+    had = (advantages[:, None] != 0) & batch.mask
+    share = (had & ~keep).sum() / had.sum()
+    assert 0 < share < 0.6 and row["masked_tokens"] == pytest.approx(float(share))
+
+
+def test_without_the_kept_sets_the_trainer_scores_another_distribution():
+    options = {"policy__top_p": 0.7, "probe_every": 9}
+    kept = Trainer(tiny_config(**options)).step()
+    lost = Trainer(tiny_config(**options, system__keep_sampling_mask=False)).step()
+    assert kept["logp_gap"] < 1e-5 and lost["logp_gap"] > 0.01
+
+
+def test_a_rollout_that_recorded_its_experts_knows_its_sampling():
+    model, tokenizer = sharp_moe()
+    batch = sampled(model, tokenizer, sampling=Sampling(top_p=0.9), record_routing=True)
+    with torch.no_grad():
+        logp = completion_logp(model, batch)
+    assert (logp - batch.sampler_logp)[batch.mask].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"system__correction": "tiss"}, "system.correction='tiss'"),
+        ({"system__correction": "tis", "system__old_logp": "sampler"}, "count the mismatch twice"),
+        ({"system__correction_cap": 0.0}, "system.correction_cap=0.0"),
+        ({"system__replay_routing": "R4"}, "system.replay_routing='R4'"),
+        ({"system__partial_tokens": 5, "system__replay_routing": "R3"}, "no routing record"),
+    ],
+)
+def test_bad_settings_are_named(change, words):
+    with pytest.raises(ValueError, match=words):
+        tiny_config(**change)
