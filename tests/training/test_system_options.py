@@ -139,10 +139,10 @@ def test_the_off_policy_mask_silences_negative_sequences_that_moved():
     collected = []
     collect = trainer._collect
     trainer._collect = lambda n: collected.append(collect(n)) or collected[-1]
+    model = Trainer(tiny_config()).model
+    row = trainer.step()
+    batch, _, advantages = collected[0]
     with torch.no_grad():
-        model = Trainer(tiny_config()).model
-        row = trainer.step()
-        batch, _, advantages = collected[0]
         logp = completion_logp(model, batch)
     keep = off_policy_sequence_mask(logp, batch.sampler_logp, advantages, batch.mask, 0.05)
     had = (advantages[:, None] != 0) & batch.mask
