@@ -229,7 +229,7 @@ def credit_moments(
     right, wrong = chances
     reached = lam**distance
     seen = max(lam**delay - reached, 0.0)
-    readings = sum(lam ** (2 * k) for k in range(distance))
+    readings = distance if lam == 1 else (1 - reached**2) / (1 - lam**2)
     variance = noise**2 * (1 + (1 - lam) ** 2 * readings) + reached**2 * right * (1 - right)
     return (right - wrong) * (known * seen + reached), variance**0.5
 

@@ -74,6 +74,8 @@ def test_a_critic_moves_to_the_mean_of_its_targets():
     critic = TableCritic(Chain(5), Credit("blind", critic_rate=0.5))
     critic.learn(torch.tensor([[1, 3], [1, 5]]), torch.tensor([[1.0, 4.0], [3.0, 8.0]]))
     assert critic.table.tolist() == [0, 1, 0, 2, 0, 4, 0, 0]
+    critic.learn(torch.tensor([[3, 3]]), torch.tensor([[3.0, 5.0]]))
+    assert critic.table.tolist() == [0, 1, 0, 3, 0, 4, 0, 0], "nothing seen, nothing changed"
 
 
 def test_the_gap_is_the_expectation_of_gae():
@@ -129,6 +131,15 @@ def test_training_repeats_and_differs_by_seed():
     assert [row["step"] for row in rows] == [5, 10]
     assert rows == train_chain(20, credit, 0, steps=10)
     assert rows != train_chain(20, credit, 1, steps=10)
+
+
+def test_targets_with_the_lambda_of_the_advantages_teach_a_critic_later():
+    # at λ = 0.5 nothing of the reward comes back over fifty tokens in twenty steps
+    apart, coupled = (
+        train_chain(100, Credit("seeing", 0.5, critic_lam=lam), 0, steps=20, every=20)[0]["first"]
+        for lam in (1.0, None)
+    )
+    assert apart > coupled + 0.1
 
 
 def test_pretraining_moves_the_critic_and_not_the_policy():
