@@ -45,7 +45,7 @@ def small_multiples(
                 draw_band(ax, results, arm, signal)
             if log:
                 ax.set_yscale("log")
-        line[0].set_ylabel("\n".join([" / ".join(LABELS[s] for s in signals), f"({unit})"]))
+        line[0].set_ylabel("\n".join([*(LABELS[s] for s in signals), f"({unit})"]), fontsize=9)
         if len(signals) > 1:
             line[0].legend(fontsize=7)
     for ax, title in zip(grid[0], arms.values(), strict=True):
