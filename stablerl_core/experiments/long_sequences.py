@@ -175,7 +175,7 @@ def expected_gradient(
                                                      1/(G · longest) constant
 
     logits, lengths, rewards: (kinds,). Returns (kinds,), the gradient to ascend. On-policy.
-    Source: sequence arXiv 2402.03300 Eq. 3, token 2503.14476 Eq. 8, constant 2503.20783 §3.
+    Source: sequence arXiv 2402.03300 Eq. 3, token 2503.14476 §3.3, constant 2503.20783 §3.
     """
     logits = logits.detach().requires_grad_()
     kinds = torch.arange(len(logits), device=logits.device)
