@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -58,8 +59,9 @@ class Bench:
 
     def score(self, batch: Rollout, parts: list[RoutingRecord] | None) -> None:
         """Log-probabilities and their gradient, with the recorded experts or without."""
+        free = replace(batch, routing=None)  # else scoring replays the record by itself
         with nullcontext() if parts is None else replay_routing(self.model, parts):
-            completion_logp(self.model, batch).sum().backward()
+            completion_logp(self.model, free).sum().backward()
         self.model.zero_grad()
 
 

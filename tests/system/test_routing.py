@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -161,7 +161,10 @@ def test_ids_that_cannot_be_are_refused():
 
 
 def sampled(record_routing=True, seed=0):
-    """A rollout of two prompts, one padded, and the model that made it."""
+    """A model and its rollout of two prompts, one padded.
+
+    Scoring replays a rollout's record by itself; `bare` leaves that to the test.
+    """
     model = moe("mixtral")
     prompt = tokens(2, 4)
     known = torch.tensor([[False, True, True, True], [True] * 4])
@@ -171,6 +174,10 @@ def sampled(record_routing=True, seed=0):
         record_routing=record_routing,
     )  # fmt: skip
     return model, batch
+
+
+def bare(batch):
+    return replace(batch, routing=None)
 
 
 def passes_of(batch) -> list[RoutingRecord]:
@@ -185,9 +192,9 @@ def test_a_rollout_is_scored_with_its_own_experts():
     model, batch = sampled()
     assert not batch.mask.all() and not batch.prompt_mask.all()
     with torch.no_grad():
-        plain = completion_logp(model, batch)
+        plain = completion_logp(model, bare(batch))
         with replay_routing(model, passes_of(batch)):
-            replayed = completion_logp(model, batch)
+            replayed = completion_logp(model, bare(batch))
     # Sampler and scorer may disagree by rounding only where two experts tie; here they do not.
     torch.testing.assert_close(replayed[batch.mask], plain[batch.mask])
     torch.testing.assert_close(replayed[batch.mask], batch.sampler_logp[batch.mask])
@@ -197,11 +204,11 @@ def test_after_an_update_the_sampled_experts_are_still_used():
     _, batch = sampled()
     trainer, parts = moe("mixtral", seed=1), passes_of(batch)
     with torch.no_grad(), record_routing(trainer) as recording, replay_routing(trainer, parts):
-        completion_logits(trainer, batch)
+        completion_logits(trainer, bare(batch))
     for found, wanted in zip(recording.parts, parts, strict=True):
         assert torch.equal(found.indices[wanted.mask], wanted.indices[wanted.mask])
     with torch.no_grad(), record_routing(trainer) as recording:
-        completion_logits(trainer, batch)
+        completion_logits(trainer, bare(batch))
     free = recording.parts[1].indices[parts[1].mask]
     assert (free != parts[1].indices[parts[1].mask]).float().mean() > 0.5
 
@@ -230,10 +237,12 @@ def test_the_trainers_own_record_is_replayed_by_the_same_function():
     _, batch = sampled()
     trainer = moe("mixtral", seed=1)
     with torch.no_grad(), record_routing(trainer) as recording:
-        old_logp = completion_logp(trainer, batch)
+        old_logp = completion_logp(trainer, bare(batch))
         prompts, completions = recording.parts
     with torch.no_grad(), replay_routing(trainer, recording.parts):
-        assert torch.equal(completion_logp(trainer, batch), old_logp)  # first update: unchanged
+        assert torch.equal(
+            completion_logp(trainer, bare(batch)), old_logp
+        )  # first update: unchanged
         for router in routers(trainer):
             router.weight.mul_(-1)
     whole = RoutingRecord.joined([prompts[torch.arange(6) // 3], completions])
@@ -242,7 +251,7 @@ def test_the_trainers_own_record_is_replayed_by_the_same_function():
     mine = whole[rows, : width + part.mask.shape[1] - 1]
     two = [mine[:1, :width], mine[:, width:]]
     with torch.no_grad(), record_routing(trainer) as again, replay_routing(trainer, two):
-        completion_logp(trainer, part)
+        completion_logp(trainer, bare(part))
     known = part.mask[:, 1:]
     assert torch.equal(
         again.parts[1].indices[known], completions.indices[rows][:, : known.shape[1]][known]
@@ -256,19 +265,18 @@ def test_part_of_a_rollout_keeps_its_record():
     rows = torch.tensor([3, 4, 5])
     part = select_rows(batch, rows)
     with torch.no_grad(), replay_routing(model, passes_of(part)):
-        found = completion_logp(model, part)
+        found = completion_logp(model, bare(part))
     torch.testing.assert_close(found[part.mask], batch.sampler_logp[rows][batch.mask[rows]])
 
 
 def test_one_token_completions_have_an_empty_second_pass():
     model, batch = sampled()
     short = select_rows(batch, torch.arange(6))
-    short = type(batch)(**{
-        **vars(short), "tokens": short.tokens[:, :1], "mask": short.mask[:, :1],
-        "routing": short.routing[:, :4],
-    })  # fmt: skip
+    short = replace(
+        short, tokens=short.tokens[:, :1], mask=short.mask[:, :1], routing=short.routing[:, :4]
+    )
     with torch.no_grad(), replay_routing(model, passes_of(short)):
-        found = completion_logits(model, short)
+        found = completion_logits(model, bare(short))
     assert found.shape[1] == 1
 
 
