@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from . import clipping, kl_entropy, kl_gradient, long_sequences, opening
+from . import balance, clipping, kl_entropy, kl_gradient, long_sequences, opening
 from .experiment import Experiment
 from .figures import draw_band, small_multiples
 from .measured import Measured
@@ -15,6 +15,7 @@ CHAPTERS = (
     kl_gradient,
     clipping,
     long_sequences,
+    balance,
 )
 EXPERIMENTS = {e.name: e for chapter in CHAPTERS for e in chapter.ALL}
 
