@@ -53,7 +53,7 @@ CREDIT = Explorer(
     credit_by_place,
     sliders=[
         Slider("lam", "λ of the advantages", [0.9, 0.95, 0.98, 0.99, 0.999, 1.0], 0.95),
-        Slider("length", "length of the answer", [20, 100, 400, 2000], 400, "tokens", log=True),
+        Slider("length", "length of the answer", [20, 100, 400, 2000], 2000, "tokens", log=True),
         Slider("known", "share of the effect that the critic comes to know", [0.0, 0.5, 1.0], 0.5),
         Slider("late", "when it knows, as a share of the answer", [0.0, 0.05, 0.2], 0.05),
     ],

@@ -33,4 +33,4 @@ def test_the_text_says_what_the_bars_show():
     text, (_, bars) = credit_by_place(lam=0.95, length=400, known=0.5, late=0.05)
     told = [float(x) for x in re.findall(r"sees ([\d.e-]+\d)", text)]
     shown = [bars.values["this λ"], bars.values["VAPO's λ"]]
-    assert told == pytest.approx(shown, rel=0.05) and CREDIT.start["length"] == 400
+    assert told == pytest.approx(shown, rel=0.05) and CREDIT.start["length"] == 2000
