@@ -358,6 +358,20 @@ def test_a_ratio_that_overflows_leaves_no_nan(name, log_ratio, advantage):
         assert grad.tolist() == [[0.0, 0.0]] and seen.clip_fraction_high == 1
 
 
+@pytest.mark.parametrize(
+    "name, options, advantage",
+    [
+        ("cispo", {"clip_high": INF}, 0.0),
+        ("minirl", {"ratio_cap": INF}, 0.0),
+        ("minirl", {"ratio_cap": INF}, 1.0),  # masked: π_θ/π_old is above its range too
+    ],
+)
+def test_an_infinite_weight_times_nothing_is_nothing(name, options, advantage):
+    logp, mask = torch.full((1, 2), -1.0), torch.ones(1, 2, dtype=torch.bool)
+    loss, grad, _ = run(name, logp, logp - 100, torch.tensor([advantage]), mask, **options)
+    assert loss.item() == 0 and grad.tolist() == [[0.0, 0.0]]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_one_token_rows(name):
     """A sequence of one token is the token: gspo has grpo's term, whatever the aggregation."""
