@@ -11,13 +11,13 @@ from .explorer import Explorer, Slider
 from .panels import Bars, Curves
 
 SHOWN = {
-    "grpo": {},
-    "dapo": {},
-    "grpo + dual clip": {"dual_clip": 3.0},
-    "gspo": {},
-    "cispo": {},
-    "sapo": {},
-    "minirl": {},
+    "grpo": ("grpo", {}),
+    "dual clip": ("grpo", {"dual_clip": 3.0}),
+    "dapo": ("dapo", {}),
+    "gspo": ("gspo", {}),
+    "cispo": ("cispo", {}),
+    "sapo": ("sapo", {}),
+    "minirl": ("minirl", {}),
 }
 RATIOS = [exp(log(0.1) + i / 60 * log(100)) for i in range(61)]
 
@@ -35,15 +35,16 @@ def weights(name: str, ratios: list[float], advantage: float, length: int) -> li
         torch.ones_like(logp, dtype=torch.bool),
         torch.full_like(logp[:, 0], advantage),
     )
+    objective, options = SHOWN[name]
     loss, _ = policy_objective(
-        name.partition(" ")[0],
+        objective,
         logp,
         torch.zeros_like(logp),
         advantages,
         mask,
         aggregation="constant",
         denominator=1.0,
-        **SHOWN[name],
+        **options,
     )
     return (-torch.autograd.grad(loss, logp)[0][:, 0]).tolist()
 
