@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from . import balance, clipping, kl_entropy, kl_gradient, long_sequences, opening
+from . import balance, clipping, kl_entropy, kl_gradient, long_sequences, opening, schedules, stages
 from .experiment import Experiment
 from .figures import draw_band, small_multiples
 from .measured import Measured
@@ -16,6 +16,8 @@ CHAPTERS = (
     clipping,
     long_sequences,
     balance,
+    schedules,
+    stages,
 )
 EXPERIMENTS = {e.name: e for chapter in CHAPTERS for e in chapter.ALL}
 
