@@ -15,6 +15,17 @@ from .off_policy import off_policy_sequence_mask, positional_decay, weight_thres
 from .routing import Recording, RoutingRecord, record_routing, replay_routing
 from .routing_compare import RoutingComparison, compare_routing
 from .sampling import Sample, masked_log_probs, sample_tokens
+from .staleness import (
+    Admission,
+    StalenessReport,
+    fresh_sequences,
+    may_admit,
+    reset_optimizer_state,
+    staleness_report,
+    token_staleness,
+    too_old,
+    version_lists,
+)
 from .tokenization import TokenizationDrift, round_trip_drift
 from .vocabulary import SafeVocabulary, safe_vocabulary
 from .weight_sync import (
@@ -28,6 +39,7 @@ from .weight_sync import (
 )
 
 __all__ = [
+    "Admission",
     "CORRECTIONS",
     "ControlVerdict",
     "Fingerprint",
@@ -40,6 +52,7 @@ __all__ = [
     "RoutingRecord",
     "SafeVocabulary",
     "Sample",
+    "StalenessReport",
     "SyncFault",
     "SyncReport",
     "TokenizationDrift",
@@ -47,12 +60,14 @@ __all__ = [
     "compare_fingerprints",
     "compare_routing",
     "fingerprints",
+    "fresh_sequences",
     "geometric_rejection",
     "importance_weights",
     "length_surge",
     "logit_noise_bound",
     "lr_zero_control",
     "masked_log_probs",
+    "may_admit",
     "minimum_prefix_weights",
     "mismatch_report",
     "off_policy_sequence_mask",
@@ -60,8 +75,13 @@ __all__ = [
     "prefix_weights",
     "record_routing",
     "replay_routing",
+    "reset_optimizer_state",
     "round_trip_drift",
     "safe_vocabulary",
     "sample_tokens",
+    "staleness_report",
+    "token_staleness",
+    "too_old",
+    "version_lists",
     "weight_threshold_mask",
 ]
