@@ -32,6 +32,11 @@ def test_repeat_writes_the_same_format_as_training_runs(tmp_path):
     ]
 
 
+def test_seeds_are_kept_in_the_order_of_their_numbers(tmp_path):
+    found = json.loads(TOY.repeat(11, tmp_path, "").read_text())
+    assert list(found["runs"]["two"]) == [str(seed) for seed in range(11)]
+
+
 def test_one_run_is_exact():
     assert TOY.rows("third")[1] == {"step": 2, "power": (1 / 3) ** 2}
 
