@@ -226,8 +226,8 @@ def _layer_map(a, b, first: Tensor, second: Tensor) -> _Suspect:
 
 
 def _partners(pairs: Tensor) -> Tensor:
-    """One partner for each, the best first and none twice; its own place wins a tie."""
-    open_ = 2 * pairs + torch.eye(*pairs.shape, dtype=pairs.dtype, device=pairs.device)
+    """One partner for each, the best first and none twice."""
+    open_ = pairs.clone()
     partner = torch.zeros(len(pairs), dtype=torch.long, device=pairs.device)
     for _ in range(len(pairs)):
         row, column = divmod(int(open_.argmax()), pairs.shape[1])

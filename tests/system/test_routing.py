@@ -280,9 +280,10 @@ def test_one_token_completions_have_an_empty_second_pass():
     assert found.shape[1] == 1
 
 
-def test_where_nothing_is_known_the_router_chooses():
-    model, ids = moe("mixtral"), tokens(2, 6)
-    other = record_of(moe("mixtral", seed=1), ids)
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3", "deepseek-v2"])
+def test_where_nothing_is_known_the_router_chooses(family):
+    model, ids = moe(family), tokens(2, 6)
+    other = record_of(moe(family, seed=1), ids)
     known = torch.ones(2, 6, dtype=torch.bool)
     known[0, 4:] = known[1, 5:] = False
     poisoned = other.indices.clone()

@@ -80,6 +80,15 @@ def test_a_shift(by, padded, noise):
     assert ("late" if by > 0 else "early") in found.evidence
 
 
+@pytest.mark.parametrize("by", [1, -1])
+def test_columns_that_a_shift_pushes_out_do_not_count_as_alike(by):
+    ids = real().indices.clone()
+    edge, inner = (-1, -2) if by > 0 else (0, 1)
+    ids[:, edge] = ids[:, inner]  # what would be compared if one stopped at the edge
+    a = RoutingRecord.of(ids)
+    assert compare_routing(a, shifted(a, by)).explained == pytest.approx(13 / 14)
+
+
 def test_the_off_by_one_between_a_prompt_and_its_completion():
     """A trainer that records a begin token which the sampler did not feed."""
     b = real()
@@ -100,6 +109,23 @@ def test_left_against_right_padding(noise):
     wrong = RoutingRecord(a.relayout(right).indices, a.mask)
     found = compare_routing(a, wrong)
     assert (found.fault, found.explained) == ("padding", 1.0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("told", ["with its mask", "the other mask", "no mask"])
+def test_padding_wider_than_any_shift_that_is_tried(side, told):
+    lengths = torch.tensor([40, 12, 25, 8])
+    columns = torch.arange(40)
+    masks = {"right": columns < lengths[:, None], "left": columns >= 40 - lengths[:, None]}
+    ids = torch.rand(4, 40, 2, 16, generator=torch.Generator().manual_seed(0)).topk(3).indices
+    a = RoutingRecord.of(ids, masks[side])
+    mask = masks["left" if side == "right" else "right"]
+    b = a.relayout(mask)
+    if told != "with its mask":
+        b = RoutingRecord(b.indices, a.mask if told == "the other mask" else torch.ones_like(mask))
+    found = compare_routing(a, b)
+    moved = tuple((lengths - 40 if side == "left" else 40 - lengths).tolist())
+    assert (found.fault, found.explained, found.detail) == ("padding", 1.0, moved)
 
 
 def test_more_padding_that_the_mask_knows_of_is_no_shift():
@@ -171,7 +197,8 @@ def test_tokens_that_one_record_lacks():
     a = real(padded=True)
     mask = a.mask.clone()
     mask[:, -2:] = False
-    found = compare_routing(a, RoutingRecord(a.indices, mask))
+    unknown = a.indices * mask[..., None, None]
+    found = compare_routing(a, RoutingRecord(unknown, mask))
     assert (found.fault, found.detail, found.share) == ("missing tokens", (12, 0), 1.0)
     found = compare_routing(a[:, :-1], a)
     assert (found.fault, found.detail) == ("missing tokens", (0, 6))
@@ -264,6 +291,14 @@ def test_a_long_record_is_read_in_samples():
     a = RoutingRecord.of(torch.rand(3, 300, 3, 8, generator=generator).topk(2).indices)
     assert compare_routing(a, a[torch.tensor([2, 0, 1])]).fault == "rows permuted"
     assert compare_routing(a, a[:, :, torch.tensor([1, 0, 2])]).fault == "layer map"
+
+
+def test_differences_between_the_samples_are_not_taken_for_an_order():
+    generator = torch.Generator().manual_seed(0)
+    a = RoutingRecord.of(torch.rand(3, 300, 3, 8, generator=generator).topk(2).indices)
+    ids = a.indices.clone()
+    ids[:, 1::5] = noisy(a, 1.0).indices[:, 1::5]
+    assert compare_routing(a, RoutingRecord(ids, a.mask)).fault == "numerics"
 
 
 def test_records_that_cannot_be_compared_are_refused():
