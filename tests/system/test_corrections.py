@@ -338,7 +338,16 @@ def test_one_token(name):
     close(run(name, old, mu, torch.ones(1, 1).bool()), [1.05])
 
 
-def test_the_settings_of_the_literature_run_and_cannot_be_changed():
+def test_the_settings_of_the_literature():
+    """Level, mode and band as their sources have them."""
+    assert {name: tuple(options.values()) for name, options in CORRECTIONS.items()} == {
+        "tis": ("token", "truncate", 2.0),
+        "sequence_tis": ("sequence", "truncate", 2.0),
+        "mis": ("token", "mask", 2.0),
+        "sequence_mis": ("sequence", "mask", 3.0),
+        "icepop": ("token", "mask", 5.0, 0.5),
+        "icepop_glm5": ("token", "mask", 2.0, 0.5),
+    }
     for options in CORRECTIONS.values():
         importance_weights(*random_case(0), **options)
     with pytest.raises(TypeError):

@@ -58,6 +58,12 @@ def test_vector_5_masked_iff_negative_and_the_geometric_ratio_is_below(seed, thr
     assert torch.equal(keep[:, 0] | close, ~dropped | close)
 
 
+def test_on_policy_data_is_kept_also_at_a_threshold_of_zero():
+    """The condition is >, not ≥: a distance of exactly 0 is no distance."""
+    _, mu, _, mask = case(0)
+    assert off_policy_sequence_mask(mu, mu, -torch.ones(6), mask, 0.0).all()
+
+
 @given(st.integers(0, 2000))
 def test_the_more_is_allowed_the_more_is_kept(seed):
     tensors = case(seed)

@@ -9,6 +9,7 @@ own, so it cannot be called; the default "sequence_mis" is its mode and cap.
 """
 
 from collections import defaultdict
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,13 @@ trainer_class = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
 B, T = 6, 5
 MASK = torch.arange(T) < torch.tensor([[5], [1], [3], [4], [2], [5]])
 ADVANTAGES = torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0, -0.3], dtype=torch.float64)
+
+
+def test_sequence_mis_is_the_default():
+    defaults = {f.name: f.default for f in fields(pytest.importorskip("trl").GRPOConfig)}
+    assert defaults["vllm_importance_sampling_mode"] == "sequence_mask"
+    assert defaults["vllm_importance_sampling_clip_max"] == CORRECTIONS["sequence_mis"]["cap"]
+    assert defaults["vllm_importance_sampling_clip_min"] is None
 
 
 def tensors(seed):
