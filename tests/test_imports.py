@@ -43,7 +43,7 @@ def test_starts_without_torch(statement):
 
 def test_the_core_needs_no_extra():
     """Everything but the extras' own functions imports with the core dependencies alone."""
-    blocked = "reasoning_gym math_verify matplotlib IPython ipywidgets trl hypothesis pytest"
+    blocked = "reasoning_gym math_verify simpy matplotlib IPython ipywidgets trl hypothesis pytest"
     done = python(
         f"import sys\nfor name in {blocked.split()}: sys.modules[name] = None\n"
         "import stablerl_core.training, stablerl_core.cli, stablerl_core.training.report\n"

@@ -12,6 +12,15 @@ from .corrections import (
 from .lr_surge import LengthSurgeDecay, length_surge
 from .mismatch import MismatchReport, ProbabilityBin, logit_noise_bound, mismatch_report
 from .off_policy import off_policy_sequence_mask, positional_decay, weight_threshold_mask
+from .queues import (
+    Completion,
+    LengthTail,
+    QueueRates,
+    QueueRules,
+    QueueRun,
+    TrainedBatch,
+    simulate_queues,
+)
 from .routing import Recording, RoutingRecord, record_routing, replay_routing
 from .routing_compare import RoutingComparison, compare_routing
 from .sampling import Sample, masked_log_probs, sample_tokens
@@ -41,12 +50,17 @@ from .weight_sync import (
 __all__ = [
     "Admission",
     "CORRECTIONS",
+    "Completion",
     "ControlVerdict",
     "Fingerprint",
     "ImportanceWeights",
     "LengthSurgeDecay",
+    "LengthTail",
     "MismatchReport",
     "ProbabilityBin",
+    "QueueRates",
+    "QueueRules",
+    "QueueRun",
     "Recording",
     "RoutingComparison",
     "RoutingRecord",
@@ -56,6 +70,7 @@ __all__ = [
     "SyncFault",
     "SyncReport",
     "TokenizationDrift",
+    "TrainedBatch",
     "catastrophic_veto",
     "compare_fingerprints",
     "compare_routing",
@@ -79,6 +94,7 @@ __all__ = [
     "round_trip_drift",
     "safe_vocabulary",
     "sample_tokens",
+    "simulate_queues",
     "staleness_report",
     "token_staleness",
     "too_old",
