@@ -145,6 +145,49 @@ def entropy_step(trainer: Trainer) -> dict[str, float]:
     return found | {"measured": float((entropy(after) - entropy(before)).mean())}
 
 
+def quadrant_steps(trainer: Trainer, distance: float = 0.02) -> dict[str, tuple[float, float]]:
+    """Four small steps from the same policy, each along the gradient of one kind of token only.
+
+    A token is likely if log π > −H. Returns predicted and measured change of entropy, in nats a
+    token of the rollout: the mean of `entropy_change` ("softmax", step size 1), and what a step
+    of length `distance` in parameter space does to the exact entropy.
+    """
+    batch, _, advantages = trainer._collect(trainer.version + 1)
+    counted, found = batch.mask, {}
+    wide = advantages[:, None].expand(counted.shape)
+    with torch.no_grad():
+        before = completion_logits(trainer.model, batch)[counted]
+    likely = torch.zeros_like(counted)
+    likely[counted] = batch.sampler_logp[counted] > -entropy(before)
+    for name, chosen in {
+        "likely, advantage > 0": likely & (wide > 0),
+        "unlikely, advantage > 0": ~likely & (wide > 0),
+        "likely, advantage < 0": likely & (wide < 0),
+        "unlikely, advantage < 0": ~likely & (wide < 0),
+    }.items():
+        kept = wide * chosen
+        given = (before, batch.tokens[counted], kept[counted])
+        predicted = entropy_change(*given, step_size=1.0, gradient="softmax").mean()
+        after = _entropy_after(trainer, batch, kept, distance)
+        found[name] = (float(predicted), after - float(entropy(before).mean()))
+    return found
+
+
+def _entropy_after(trainer: Trainer, batch: Rollout, kept: Tensor, distance: float) -> float:
+    """Mean entropy at the rollout's positions after a step so far down the slope; θ stays."""
+    parameters = list(trainer.model.parameters())
+    start = [p.detach().clone() for p in parameters]
+    logp = completion_logp(trainer.model, batch)
+    loss, _ = policy_objective("grpo", logp, None, kept, batch.mask, aggregation="token")
+    slope = torch.autograd.grad(loss, parameters)
+    norm = float(torch.nn.utils.get_total_norm(slope))
+    with torch.no_grad():
+        torch._foreach_add_(parameters, slope, alpha=-distance / norm)
+        after = entropy(completion_logits(trainer.model, batch)[batch.mask]).mean()
+        torch._foreach_copy_(parameters, start)
+    return float(after)
+
+
 def _policy(mode: tuple[TrainerConfig, ...], **changes) -> tuple[TrainerConfig, ...]:
     (config,) = mode
     return (replace(config, policy=replace(config.policy, **changes)),)

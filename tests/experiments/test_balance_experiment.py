@@ -11,6 +11,7 @@ from stablerl_core.experiments.balance import (
     gradient_parts,
     hard,
     pulls_by_update,
+    quadrant_steps,
     started,
 )
 from stablerl_core.policy import OBJECTIVES, balance_bounds
@@ -56,6 +57,16 @@ def test_an_entropy_step_is_a_step_of_the_trainer():
     pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
     assert one.version == 1 and all(torch.equal(a, b) for a, b in pairs)
     assert found["measured"] != 0
+
+
+def test_a_step_along_one_kind_of_token_leaves_the_policy_as_it_was():
+    trainer = small(1)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    near, far = quadrant_steps(trainer, 1e-4), quadrant_steps(trainer, 2e-4)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    for name, (predicted, measured) in near.items():
+        assert predicted == far[name][0] != 0
+        assert far[name][1] == pytest.approx(2 * measured, rel=0.1)
 
 
 def test_the_released_codes_settings_are_those_that_the_search_documents():
