@@ -33,10 +33,10 @@ def base():
 
 @pytest.fixture(scope="module")
 def moved(base):
-    """Another policy: the base after a little imitation of requests."""
+    """Another policy: the base after a little imitation of replies that it would never write."""
     model, tokenizer = copy.deepcopy(base[0]), base[1]
-    problems = REQUESTS.sample("train", 64, 0)
-    imitate(model, tokenizer, [(p, f"#{p.gold}") for p in problems], rate=1e-3, batch=16)
+    problems = REQUESTS.sample("train", 320, 0)
+    imitate(model, tokenizer, [(p, "77") for p in problems], rate=3e-3, batch=16)
     return model
 
 
@@ -70,13 +70,11 @@ def test_mixed_problems_alternate_and_splits_never_meet():
 
 
 def test_imitation_makes_the_demonstrations_likely(base, moved):
-    _, tokenizer = base
     problems = REQUESTS.sample("heldout", 64, 0)
-    mean = []
-    for model in (base[0], moved):
-        _, texts = sample(model, tokenizer, problems, 0)
-        mean.append(sum(len(text) for text in texts) / 64)
-    assert mean[1] < mean[0] - 4  # two characters are shown; the base writes on and on
+    _, before = sample(base[0], base[1], problems, 0)
+    _, after = sample(moved, base[1], problems, 0)
+    assert before.count("77") == 0
+    assert after.count("77") > 50  # the first token, the second and the end
 
 
 def test_distance_is_the_sum_over_the_vocabulary_at_the_drawn_tokens(base, moved):
@@ -95,9 +93,11 @@ def test_distance_is_the_sum_over_the_vocabulary_at_the_drawn_tokens(base, moved
     assert found > 0.01 and abs(itself) < 1e-6
 
 
-def test_distillation_comes_nearer_and_begins_gently(base, moved):
+def test_distillation_comes_nearer_and_begins_gently(base):
     trainer = Trainer(TrainerConfig(data=DataConfig(eval_prompts=1)))
-    trainer.model.load_state_dict(moved.state_dict())
+    brief = [(p, f"#{p.gold}") for p in REQUESTS.sample("train", 64, 0)]
+    imitate(trainer.model, base[1], brief, rate=1e-3, batch=16)
+    moved = copy.deepcopy(trainer.model)
     distil = Distil(trainer, [(base[0], SORT)])
     distil()
     pairs = zip(trainer.model.parameters(), moved.parameters(), strict=True)
