@@ -10,6 +10,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from workload import GROUP, Case, Stopwatch
 
+from stablerl_core.policy import OBJECTIVES
 from stablerl_core.rewards import Problem, task_by_name
 from stablerl_core.training import NumericsConfig, PolicyConfig
 
@@ -27,6 +28,7 @@ class Theirs(GRPOTrainer):
 
     def __init__(self, case: Case, checkpoint: Path, steps: int, options: dict, between: Callable):
         policy, numerics = PolicyConfig(), NumericsConfig()
+        clip = OBJECTIVES[policy.objective].options
         self.case, self.watch = case, Stopwatch()
         self.tokens, self.rewards, self.asked = [], [], []
         config = GRPOConfig(
@@ -39,8 +41,8 @@ class Theirs(GRPOTrainer):
             loss_type="grpo",
             scale_rewards="group",
             beta=0.0,
-            epsilon=policy.clip_low,
-            epsilon_high=policy.clip_high,
+            epsilon=clip["clip_low"],
+            epsilon_high=clip["clip_high"],
             temperature=policy.temperature,
             learning_rate=numerics.learning_rate,
             lr_scheduler_type="constant_with_warmup",
