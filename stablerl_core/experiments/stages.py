@@ -57,6 +57,7 @@ from .measured import Measured
 
 SECOND, THIRD, FOURTH = 40, 80, 81  # the steps after stages 2, 3 and 4
 CHECKED = (41, 42, 45, 50, 60, 70, 80)  # steps of stage 3 after which the skills are measured
+LOGGED = ("reward", "heldout_accuracy", "kl_ref", "entropy", "grad_norm")
 RATE = 5e-4
 IMITATED = 60 * 128  # demonstrations of stage 1
 
@@ -187,7 +188,7 @@ class Distil:
         self.optimizer = _optimizer(trainer.model)
         self.seed, self.calls = trainer.config.seed, 0
 
-    def __call__(self, row: dict | None = None) -> None:
+    def __call__(self) -> None:
         self.calls += 1
         seed = (self.seed * 1_000_003 + self.calls) * 8 + 5
         parts = []
@@ -236,22 +237,28 @@ class Third:
     distil: bool = False
 
 
-def stage_3(trainer: Trainer, old, how: Third, on_step: Callable[[dict], None]) -> None:
-    """Preference RL on requests, as `how` says; `old` is the policy after stage 2."""
+def stage_3(trainer: Trainer, old, how: Third) -> list[dict]:
+    """Preference RL on requests, as `how` says; `old` is the policy after stage 2.
+
+    Returns a row for each step in `CHECKED`: what the log has of it, and both skills.
+    """
     trainer.task, trainer.reward = (MIXED, by_kind) if how.replay else (REQUESTS, brevity)
     trainer.config = replace(
         trainer.config,
         policy=PolicyConfig(kl_coef=how.kl_coef, kl_estimator="unbiased"),
         numerics=NumericsConfig(learning_rate=how.rate, max_grad_norm=how.max_grad_norm),
     )
-    distil = Distil(trainer, [(old, SORT)]) if how.distil else None
+    distil, rows = Distil(trainer, [(old, SORT)]), []
 
     def after(row: dict) -> None:
-        if distil:
-            distil(row)
-        on_step(row)
+        if how.distil:
+            distil()
+        if row["step"] in CHECKED:
+            logged = {name: row[name] for name in LOGGED if name in row}
+            rows.append({"step": row["step"], **logged, **check(trainer, old)})
 
     trainer.run(THIRD, progress=False, on_step=after)
+    return rows
 
 
 def mixed_sft(trainer: Trainer, old, new) -> None:
@@ -290,20 +297,11 @@ def run(how: Third, fourth: Callable | None, seed: int) -> list[dict]:
     rows = [{"step": 0, **check(trainer)}]
     old = stage_2(trainer)
     rows.append({"step": SECOND, **check(trainer, old)})
-
-    def on_step(row: dict) -> None:
-        if row["step"] in CHECKED:
-            logged = {k: row[k] for k in LOGGED if k in row}
-            rows.append({"step": row["step"], **logged, **check(trainer, old)})
-
-    stage_3(trainer, old, how, on_step)
+    rows += stage_3(trainer, old, how)
     if fourth:
         fourth(trainer, old, copy.deepcopy(trainer.model).requires_grad_(False))
         rows.append({"step": FOURTH, **check(trainer, old)})
     return rows
-
-
-LOGGED = ("reward", "heldout_accuracy", "kl_ref", "entropy", "grad_norm")
 
 
 def old_skill_at(rows: Sequence[dict], level: float) -> float:
