@@ -246,6 +246,13 @@ def test_the_rule_caps_each_age_only_in_the_order_of_admission(cap):
     assert long > short + 0.8, "who answers at length is the older"
 
 
+def test_oldest_first_helps_and_caps_nothing():
+    """It cannot take a completion that is still running, however old."""
+    rules = QueueRules(8, 4, order="finished")
+    (_, as_finished), (_, oldest) = ages(rules), ages(replace(rules, order="oldest"))
+    assert 4 < max(oldest) < max(as_finished)
+
+
 def test_waiting_for_the_oldest_costs_throughput():
     in_order, _ = ages(QueueRules(8, 2))
     as_finished, _ = ages(QueueRules(8, 2, order="finished"))
@@ -272,6 +279,15 @@ def test_the_version_tag_drops_the_long():
         [c.length for c in done.trained(STEADY)], [c.length for c in kept.trained(STEADY)])
     ]  # fmt: skip
     assert tokens / number > means[1] and means[0] < means[1]
+
+
+@pytest.mark.parametrize("count", ["admitted", "finished"])
+def test_the_places_of_the_dropped_are_given_back(count):
+    """More are dropped than there are places: kept in the count, they would block everyone."""
+    rules = QueueRules(8, 2, order="finished", max_age=1, count=count)
+    done, _ = ages(rules)
+    assert done.dropped()[0] > 3 * 8 + 32 and not done.stuck
+    assert len(done.batches) == 90
 
 
 def test_counting_the_finished_lets_too_many_in():
@@ -330,11 +346,22 @@ def test_rates_from_a_measured_run():
         QueueRates.measured(64, [100, 50], [2.0], [0.6, 0.6], [3.0, 5.0])
 
 
+@pytest.mark.parametrize("jitter", [0.5, 1.0])
+def test_jitter_spreads_the_updates_and_keeps_their_mean(jitter):
+    done = run(QueueRates(1, 0.1, 3.0, jitter=jitter), QueueRules(1), LengthTail(1), updates=3000)
+    again = QueueRates.measured(1, [1.0] * 3000, [0.1] * 3000, [0.0] * 3000,
+                                [b.ended - b.began for b in done.batches])  # fmt: skip
+    assert again.train_seconds == pytest.approx(3.0, rel=0.05)
+    assert again.jitter == pytest.approx(jitter, rel=0.06)
+
+
 def test_a_tail_keeps_the_mean():
     generator = random.Random(0)
-    drawn = [LengthTail(100, 1.0)(generator) for _ in range(20000)]
-    assert sum(drawn) / len(drawn) == pytest.approx(100, rel=0.03)
-    assert sorted(drawn)[19800] == pytest.approx(100 * math.exp(2.326 - 0.5), rel=0.1)
+    for sigma in (0.5, 1.0):
+        drawn = [LengthTail(100, sigma)(generator) for _ in range(20000)]
+        assert sum(drawn) / len(drawn) == pytest.approx(100, rel=0.03)
+        high = 100 * math.exp(2.326 * sigma - sigma**2 / 2)
+        assert sorted(drawn)[19800] == pytest.approx(high, rel=0.1)
     assert {LengthTail(7)(generator) for _ in range(9)} == {7}
     assert max(LengthTail(100, 2.0, limit=150)(generator) for _ in range(999)) == 150
 
