@@ -12,6 +12,7 @@ from .explorer import Explorer, Slider
 from .panels import Bars, Curves
 
 STATISTICS = {"objective": "Eq. 8", "code": "released code", "gradient": "gradient"}
+COLOURS = {"Eq. 8": "#888888", "released code": "#0072B2", "gradient": "#009E73"}
 LOWS = [0.6 + i / 40 for i in range(13)]
 
 
@@ -58,9 +59,10 @@ def balance(spread: float, longer: int, c_low: float, c_high: float):
             LOWS,
             {name: [v if v < 2 else math.nan for v in values] for name, values in lines.items()},
             guides={"chosen": c_low},
+            colours=COLOURS,
             y_range=(0, 1),
         ),
-        Bars("Under the chosen bounds", "share", now, y_range=(0, 1)),
+        Bars("Under the chosen bounds", "share", now, COLOURS, y_range=(0, 1)),
     ]
 
 
