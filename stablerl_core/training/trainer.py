@@ -408,8 +408,9 @@ class Trainer:
         if corrected is not None:
             row["weight_ess"] = corrected[1]
         if policy.objective == "bapo":
-            for name in ("clip_low", "clip_high"):
-                row[name] = sum(update.clip[name] or 0.0 for update in done) / len(done)
+            for name in ("clip_low", "clip_high"):  # an update without rows searched nothing
+                found = [u.clip[name] for u in done if u.clip[name] is not None]
+                row |= {name: sum(found) / len(found)} if found else {}
         return row | (done[0].gap if gap is None else gap)
 
     def _one_update(self, batch, advantages, old_logp, weights, rows) -> _Update:
