@@ -107,7 +107,7 @@ def pace(rate: float, start: float, kl_coef: float):
                colours=STYLE, y_range=(0, 1.2), **where),
         Curves("KL of each step", "step", "nats, log scale", x, step, y_range=(1e-5, 1),
                log_y=True, colours=dict.fromkeys(step, COLOURS["kl_step"]), **where),
-        Curves("Groups without signal", "step", "share", x, right_groups, y_range=(0, 1),
+        Curves("Solved groups", "step", "share", x, right_groups, y_range=(0, 1),
                colours=dict.fromkeys(right_groups, COLOURS["solved_groups"]), **where),
     ]  # fmt: skip
 
@@ -121,8 +121,9 @@ PACE = Explorer(
         Slider("start", "share of right answers at first", [0.1, 0.3, 0.5, 0.7, 0.9], 0.5),
         Slider("kl_coef", "KL coefficient", [0.0, 0.1, 0.3, 1.0], 0.0),
     ],
-    alt="Over 20 steps KL to the start rises, first steeply and then level, and entropy falls. A "
-    "larger step size raises the KL of each step; easier questions lower it and fill the groups.",
+    alt="Over 20 steps KL to the start rises, first ever more steeply, then levelling off, and "
+    "entropy falls. A larger step size raises the KL of each step; easier questions lower it, and "
+    "more groups are solved.",
 )
 
 ALL = (TWO_ACTIONS, PACE)
