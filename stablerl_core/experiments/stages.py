@@ -237,10 +237,10 @@ class Third:
     distil: bool = False
 
 
-def stage_3(trainer: Trainer, old, how: Third) -> list[dict]:
+def stage_3(trainer: Trainer, old, how: Third, checked: Sequence[int]) -> list[dict]:
     """Preference RL on requests, as `how` says; `old` is the policy after stage 2.
 
-    Returns a row for each step in `CHECKED`: what the log has of it, and both skills.
+    Returns a row for each of the steps `checked`: what the log has of it, and both skills.
     """
     trainer.task, trainer.reward = (MIXED, by_kind) if how.replay else (REQUESTS, brevity)
     trainer.config = replace(
@@ -253,7 +253,7 @@ def stage_3(trainer: Trainer, old, how: Third) -> list[dict]:
     def after(row: dict) -> None:
         if how.distil:
             distil()
-        if row["step"] in CHECKED:
+        if row["step"] in checked:
             logged = {name: row[name] for name in LOGGED if name in row}
             rows.append({"step": row["step"], **logged, **check(trainer, old)})
 
@@ -297,7 +297,7 @@ def run(how: Third, fourth: Callable | None, seed: int) -> list[dict]:
     rows = [{"step": 0, **check(trainer)}]
     old = stage_2(trainer)
     rows.append({"step": SECOND, **check(trainer, old)})
-    rows += stage_3(trainer, old, how)
+    rows += stage_3(trainer, old, how, CHECKED)
     if fourth:
         fourth(trainer, old, copy.deepcopy(trainer.model).requires_grad_(False))
         rows.append({"step": FOURTH, **check(trainer, old)})

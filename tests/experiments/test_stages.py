@@ -116,11 +116,11 @@ def test_distillation_comes_nearer_and_begins_gently(base):
 def test_replay_and_plain_ask_for_what_they_should():
     trainer = Trainer(TrainerConfig(steps=1, data=DataConfig(prompts=4, eval_prompts=1)))
     trainer.version = stages.THIRD  # nothing is run, everything is set
-    stage_3(trainer, None, Third(rate=1e-4, kl_coef=0.3))
+    stage_3(trainer, None, Third(rate=1e-4, kl_coef=0.3), ())
     assert trainer.task is REQUESTS and trainer.reward is brevity
     assert trainer.config.policy.kl_coef == 0.3
     assert trainer.config.numerics.learning_rate == 1e-4
-    stage_3(trainer, None, Third(replay=True, max_grad_norm=0.1))
+    stage_3(trainer, None, Third(replay=True, max_grad_norm=0.1), ())
     assert trainer.task is MIXED and trainer.reward is by_kind
     assert trainer.config.numerics.max_grad_norm == 0.1 and trainer.config.policy.kl_coef == 0
 
