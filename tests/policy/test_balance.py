@@ -185,6 +185,21 @@ def test_the_end_of_the_path_when_the_target_is_out_of_reach():
         assert not found.reached and found.start_share < found.share < 0.999
 
 
+def test_all_whole_steps_of_a_range_are_taken():
+    """Also where (0.9 − 0.8) / 0.02 is 4.999…; a step that does not fit is not taken."""
+    ranges = {"low_range": (0.8, 0.9), "high_range": (1.2, 1.29)}
+    steps = {"low_step": 0.02, "high_step": 0.05, "statistic": "gradient", "target": 0.999}
+    found = balance_bounds(*tilted(), **ranges, **steps)
+    assert (found.clip_low, found.clip_high) == (pytest.approx(0.1), pytest.approx(0.25))
+
+
+def test_a_share_equal_to_the_target_is_enough():
+    logp = torch.full((1, 2), -1.0)
+    arguments = logp, logp, torch.tensor([[1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    found = balance_bounds(*arguments, statistic="gradient", target=0.5)
+    assert found.reached and (found.clip_low, found.clip_high, found.share) == (0.4, 0.2, 0.5)
+
+
 @pytest.mark.parametrize("order", ["paper", "code"])
 def test_the_order_decides_which_bound_moves(order):
     """A target that either move alone reaches: the paper opens the top, the code closes below."""
@@ -203,7 +218,9 @@ def test_ranks_that_add_up_their_sums_choose_alike(statistic):
     parts = [tuple(x[piece] for x in tensors) for piece in (slice(0, 2), slice(2, None))]
     sent = []
     for part in parts:
+        part[0].requires_grad_()
         balance_bounds(*part, reduce=lambda x: sent.append(x) or x, **options)
+    assert not any(x.requires_grad for x in sent)
     assert sent[0].shape == sent[1].shape == (37 + 15, 2)
     alone = [balance_bounds(*part, **options) for part in parts]
     together = [
