@@ -146,7 +146,7 @@ def _fingerprint(tensor: Tensor, tied: str | None) -> Fingerprint:
     for start in range(0, len(flat), _CHUNK):
         part = flat[start : start + _CHUNK]
         place = torch.arange(start, start + len(part), device=flat.device)
-        bits = part.view(_BITS[part.element_size()]).long()
+        bits = _bits(part).long()
         mixed = (bits + 1) * (place * 0x9E3779B1 + 0x85EBCA6B)  # int64 that wraps around
         total += int((mixed ^ (mixed >> 29)).sum())
         size = _double(part).abs()
@@ -159,9 +159,14 @@ def _fingerprint(tensor: Tensor, tied: str | None) -> Fingerprint:
         hash=total % (1 << 64),
         norm=math.sqrt(square),
         largest=largest,
-        samples=tuple(_double(flat[chosen]).tolist()),
+        samples=tuple(_double(_bits(flat)[chosen].view(flat.dtype)).tolist()),
         tied=tied,
     )
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The same memory as integers: not every device indexes and compares every format."""
+    return x.view(_BITS[x.element_size()])
 
 
 def _double(x: Tensor) -> Tensor:
