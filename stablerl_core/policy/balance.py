@@ -108,7 +108,7 @@ def _sums(batch: TokenBatch, c_low: float, c_high: float, statistic: Statistic) 
         advantages = advantages.masked_fill(bounded != log_ratio, 0)
     elif statistic == "objective":  # μ r in one exponential: no 0 · inf
         bounded = bounded + batch.sampler_logp[batch.mask]
-    size = bounded.masked_fill(advantages == 0, 0).exp() * advantages.abs()
+    size = bounded.exp() * advantages.abs()
     gain, loss = size[positive].sum(), size[negative].sum()
     return torch.stack([gain, gain - loss if statistic == "objective" else gain + loss])
 

@@ -277,6 +277,8 @@ def test_ratios_that_overflow(statistic, log_ratio):
     advantages, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
     found = balance_bounds(logp, old_logp, advantages, mask, statistic=statistic)
     assert not math.isnan(found.share)
+    nothing = balance_bounds(logp, old_logp, 0 * advantages, mask, statistic=statistic)
+    assert (nothing.share, nothing.clip_low, nothing.clip_high) == (0, 0.4, 0.2)
     if log_ratio > 0 and statistic != "objective":
         assert (found.share, found.reached) == (0, False)
     if log_ratio < 0 and statistic == "gradient":
