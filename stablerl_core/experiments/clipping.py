@@ -43,6 +43,7 @@ from .experiment import Experiment
 RATE = 5e-4
 REUSE = {1: (1, 1), 4: (4, 1), 16: (4, 4)}  # updates a rollout: (minibatches, epochs)
 STEPS = {1: 60, 4: 50, 16: 20}
+EVAL_EVERY = {1: 15, 4: 10, 16: 5}
 
 
 def arm(
@@ -58,7 +59,7 @@ def arm(
     return (
         TrainerConfig(
             steps=STEPS[updates],
-            data=DataConfig(prompts=16, eval_every=STEPS[updates] // 4),
+            data=DataConfig(prompts=16, eval_every=EVAL_EVERY[updates]),
             policy=PolicyConfig(
                 objective=objective, minibatches=minibatches, epochs=epochs, options=options
             ),
