@@ -319,15 +319,12 @@ def completion_logits(model: PreTrainedModel, batch: Rollout) -> Tensor:
     with gates of the current logits. Values at padding are arbitrary but finite.
     """
     prompts, owner = _distinct_prompts(batch)
-    with replay_routing(model, _record(batch, owner)) if _routed(batch) else nullcontext():
+    routed = batch.routing is not None
+    with replay_routing(model, _record(batch, owner)) if routed else nullcontext():
         state = _prefill(model, prompts.clamp(min=0), prompts >= 0, owner)
         if batch.tokens.shape[1] == 1:
             return state.logits[:, None]
         return torch.cat([state.logits[:, None], _feed(model, state, batch.tokens[:, :-1])], 1)
-
-
-def _routed(batch: Rollout) -> bool:
-    return batch.routing is not None
 
 
 def _record(batch: Rollout, owner: Tensor) -> list[RoutingRecord]:

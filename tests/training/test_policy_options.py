@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import step_gradients, tiny_config
 
 from stablerl_core.policy import (
     OBJECTIVES,
@@ -24,20 +24,6 @@ from stablerl_core.training import trainer as trainer_module
 from stablerl_core.training.rollout import completion_logits, completion_logp
 
 TWO = {"policy__minibatches": 2, "numerics__warmup": 0, "probe_every": 9}
-
-
-def step_gradients(trainer, monkeypatch) -> list[torch.Tensor]:
-    """The gradient of every update of one step, before clipping."""
-    found = []
-    plain = trainer._apply
-
-    def spy(loss):
-        found.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
-        return plain(loss)
-
-    monkeypatch.setattr(trainer, "_apply", spy)
-    trainer.step()
-    return found
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

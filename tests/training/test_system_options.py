@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import FAMILIES, sharp_moe, tiny_config
+from tiny import FAMILIES, sharp_moe, step_gradients, tiny_config
 
 from stablerl_core.rewards import task_by_name
 from stablerl_core.system import CORRECTIONS, importance_weights, off_policy_sequence_mask
@@ -37,20 +37,6 @@ def sampled(model, tokenizer, digits=(6, 3), **options):
         generator=torch.Generator().manual_seed(0),
         **options,
     )
-
-
-def step_gradients(trainer, monkeypatch) -> list[torch.Tensor]:
-    """The gradient of every update of one step, before clipping."""
-    found = []
-    plain = trainer._apply
-
-    def spy(loss):
-        found.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
-        return plain(loss)
-
-    monkeypatch.setattr(trainer, "_apply", spy)
-    trainer.step()
-    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)

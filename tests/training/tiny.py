@@ -61,3 +61,17 @@ def tiny_config(**changes) -> TrainerConfig:
         else:
             top[group] = value
     return TrainerConfig(**top, **groups)
+
+
+def step_gradients(trainer, monkeypatch) -> list[torch.Tensor]:
+    """The gradient of every update of one step, before clipping."""
+    found = []
+    plain = trainer._apply
+
+    def spy(loss):
+        found.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
+        return plain(loss)
+
+    monkeypatch.setattr(trainer, "_apply", spy)
+    trainer.step()
+    return found
