@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 
-from ..policy import OBJECTIVES, Schedule, schedule_from_dict, schedule_to_dict
-from ..system import CORRECTIONS
+from ..policy import OBJECTIVES, SCHEDULES, Schedule, schedule_from_dict, schedule_to_dict
+from ..system import CORRECTIONS, LengthSurgeDecay
 
 PRECISIONS = ("float32", "bfloat16", "float16", "float8_e4m3", "int4")
+
+# The layers do not know each other, so the loop lists the schedule that layer 4 brings.
+SCHEDULES["LengthSurgeDecay"] = LengthSurgeDecay
 
 
 def _require(ok: bool, text: str) -> None:
@@ -160,6 +163,7 @@ class SystemConfig:
     sampler_precision: str = "float32"
     sync_every: int = 1
     sync_skip: tuple[str, ...] = ()
+    logit_noise: float = 0.0
     old_logp: str = "trainer"
     correction: str | None = None
     correction_cap: float | None = None
@@ -176,6 +180,12 @@ class SystemConfig:
         value = self.sampler_precision
         _require(value in known, f"system.sampler_precision={value!r}: one of {known}")
         _require(self.sync_every >= 1, f"system.sync_every={self.sync_every}: must be ≥ 1")
+        value = self.logit_noise
+        _require(0 <= value < inf, f"system.logit_noise={value}: must be ≥ 0 and finite")
+        _require(
+            not (value and self.partial_tokens),
+            "system.partial_tokens is set: system.logit_noise must be 0",
+        )
         known = ("trainer", "sampler")
         _require(self.old_logp in known, f"system.old_logp={self.old_logp!r}: one of {known}")
         known = (None, *CORRECTIONS, "minimum_prefix")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -124,17 +125,22 @@ def rollout(
     sampling: Sampling | None = None,
     version: int = 0,
     record_routing: bool = False,
+    logit_noise: float = 0.0,
 ) -> Rollout:
     """Sample `group_size` completions of each prompt from `model`, the policy μ.
 
     Each prompt is read once and its cache repeated for its group; a row that emits the end token
     leaves the batch. `prompt` and `prompt_mask` are (P, S) as `encode_prompts` makes them. On
     the same weights and precision `sampler_logp` equals `completion_logp` up to rounding.
+    `logit_noise` σ (nats) makes μ another policy on purpose: fresh N(0, σ²) on every logit before
+    a token is drawn, and log μ and the entropy are those of the noised distribution.
 
     Raises `ValueError` for sizes below one, and NaN logits.
     """
     if group_size < 1 or max_new_tokens < 1:
         raise ValueError(f"group_size={group_size}, max_new_tokens={max_new_tokens}: must be ≥ 1")
+    if not 0 <= logit_noise < math.inf:
+        raise ValueError(f"logit_noise={logit_noise}: must be ≥ 0 and finite")
     sampling = sampling or Sampling()
     total, device = len(prompt) * group_size, prompt.device
     out = {
@@ -150,6 +156,8 @@ def rollout(
         state = _prefill(model, prompt, prompt_mask, owner)
         tap.take(None)
         for t in range(max_new_tokens):
+            if logit_noise:
+                state.logits = _noised(state.logits, logit_noise, generator)
             sample = sample_tokens(state.logits, **vars(sampling), generator=generator)
             out["tokens"][state.rows, t] = sample.tokens
             out["mask"][state.rows, t] = True
@@ -173,6 +181,11 @@ def rollout(
         kept=_stack_kept(kept, total),
         **{name: tensor[:, : t + 1] for name, tensor in out.items()},
     )
+
+
+def _noised(logits: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(logits.shape, generator=generator, device=logits.device)
+    return logits + sigma * noise.to(logits.dtype)
 
 
 def _prefill(model, prompt: Tensor, prompt_mask: Tensor, owner: Tensor) -> _State:

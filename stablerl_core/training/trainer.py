@@ -231,7 +231,7 @@ class Trainer:
         return torch.Generator(device=self.model.device).manual_seed(seed)
 
     def _sample(
-        self, model, problems, n: int, purpose: int, group_size: int, sampling, record_routing=False
+        self, model, problems, n: int, purpose: int, group_size: int, sampling, **sampler
     ) -> Rollout:
         prompt, mask = encode_prompts(
             self.tokenizer, [p.prompt for p in problems], self.model.device
@@ -246,7 +246,7 @@ class Trainer:
             generator=self._generator(n, purpose),
             sampling=sampling,
             version=self.sampler_version,
-            record_routing=record_routing,
+            **sampler,
         )
 
     def _draw(self, n: int, count: int) -> list[Problem]:
@@ -259,9 +259,13 @@ class Trainer:
             return self._roll_partly(n)
         problems = self._draw(n, data.prompts)
         sampling = Sampling(policy.temperature, policy.top_p, policy.top_k)
-        record = self.config.system.replay_routing == "R3"
-        batch = self._sample(self.sampler, problems, n, 0, data.group_size, sampling, record)
-        if not self.config.system.keep_sampling_mask:
+        system = self.config.system
+        sampler = {
+            "record_routing": system.replay_routing == "R3",
+            "logit_noise": system.logit_noise,
+        }
+        batch = self._sample(self.sampler, problems, n, 0, data.group_size, sampling, **sampler)
+        if not system.keep_sampling_mask:
             batch = replace(batch, kept=None)
         return batch, [p for p in problems for _ in range(data.group_size)]
 

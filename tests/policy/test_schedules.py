@@ -178,7 +178,10 @@ def test_json_round_trip(schedule):
 
 
 def test_the_table_has_them_all():
-    assert SCHEDULES == {type(s).__name__: type(s) for s in EXAMPLES}
+    ours = {
+        name: kind for name, kind in SCHEDULES.items() if kind.__module__ == Constant.__module__
+    }
+    assert ours == {type(s).__name__: type(s) for s in EXAMPLES}
 
 
 @pytest.mark.parametrize("schedule", EXAMPLES, ids=lambda s: type(s).__name__)

@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
+from stablerl_core.system import LengthSurgeDecay
 from stablerl_core.training import (
     DataConfig,
     NumericsConfig,
@@ -138,3 +139,8 @@ def test_when_the_sampler_is_another_model(system, separate):
 def test_a_configuration_does_not_change(config):
     with pytest.raises(FrozenInstanceError):
         setattr(config, fields(config)[0].name, 1)
+
+
+def test_the_schedule_of_layer_4_is_kept_with_a_run():
+    config = TrainerConfig(schedules={"numerics.learning_rate": LengthSurgeDecay(base=1e-4)})
+    assert TrainerConfig.from_json(config.to_json()) == config

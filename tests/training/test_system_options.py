@@ -164,3 +164,27 @@ def test_a_rollout_that_recorded_its_experts_knows_its_sampling():
 def test_bad_settings_are_named(change, words):
     with pytest.raises(ValueError, match=words):
         tiny_config(**change)
+
+
+def test_noise_on_the_logits_is_another_policy_whose_weights_average_to_one():
+    """E_μ[π/μ] = 1 for every draw of the noise: the recorded log μ is the noised distribution's."""
+    model, tokenizer = sharp_moe()
+    digits = (6, 3) * 40
+    quiet, noisy = (sampled(model, tokenizer, digits, logit_noise=s) for s in (0.0, 0.4))
+    with torch.no_grad():
+        gaps = [(completion_logp(model, b) - b.sampler_logp)[b.mask] for b in (quiet, noisy)]
+    assert gaps[0].abs().max() < 1e-5
+    ratio = gaps[1].exp()
+    assert ratio.std() > 0.2
+    assert abs(ratio.mean() - 1) < 3 * ratio.std() / len(ratio) ** 0.5
+    with pytest.raises(ValueError, match="logit_noise"):
+        sampled(model, tokenizer, logit_noise=-1.0)
+
+
+def test_noise_reaches_training_and_not_evaluation():
+    logs = [
+        Trainer(tiny_config(steps=1, probe_every=9, system__logit_noise=s)).run(progress=False).rows
+        for s in (0.0, 0.5)
+    ]
+    assert logs[0][0]["heldout_accuracy"] == logs[1][0]["heldout_accuracy"]
+    assert logs[0][1]["logp_gap"] < 1e-5 < 0.05 < logs[1][1]["logp_gap"]
