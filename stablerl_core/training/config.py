@@ -10,7 +10,8 @@ from math import inf
 from ..policy import OBJECTIVES, SCHEDULES, Schedule, schedule_from_dict, schedule_to_dict
 from ..system import CORRECTIONS, LengthSurgeDecay
 
-PRECISIONS = ("float32", "bfloat16", "float16", "float8_e4m3", "int4")
+ACTIVATIONS = ("float32", "bfloat16", "float16", "float8_e4m3", "float8_e4m3_blocks")
+PRECISIONS = (*ACTIVATIONS, "int4")
 
 # The layers do not know each other, so the loop lists the schedule that layer 4 brings.
 SCHEDULES["LengthSurgeDecay"] = LengthSurgeDecay
@@ -148,8 +149,10 @@ class SystemConfig:
 
     The sampler holds the trainer's weights rounded to `sampler_precision` (a real cast of the
     weights and back; computation stays in float32), refreshed every `sync_every` steps except
-    for tensors whose name contains one of `sync_skip`. `old_logp` says whose log-probabilities
-    are the denominator of the policy ratio: the `trainer`'s, recomputed, or the `sampler`'s.
+    for tensors whose name contains one of `sync_skip`. While it samples for training,
+    `sampler_activations` rounds what its layers multiply and `sampler_cache` its keys and values.
+    `old_logp` says whose log-probabilities are the denominator of the policy ratio: the
+    `trainer`'s, recomputed, or the `sampler`'s.
     `correction` names a row of `CORRECTIONS`, or is `minimum_prefix`; its weights π_old/μ multiply
     the advantages, π_old being computed again at the start of the step (`old_logp` `trainer`).
     `off_policy_threshold` is the δ of `off_policy_sequence_mask`, against μ. `replay_routing`
@@ -163,6 +166,8 @@ class SystemConfig:
     sampler_precision: str = "float32"
     sync_every: int = 1
     sync_skip: tuple[str, ...] = ()
+    sampler_activations: str = "float32"
+    sampler_cache: str = "float32"
     logit_noise: float = 0.0
     old_logp: str = "trainer"
     correction: str | None = None
@@ -179,6 +184,10 @@ class SystemConfig:
         known = PRECISIONS
         value = self.sampler_precision
         _require(value in known, f"system.sampler_precision={value!r}: one of {known}")
+        known = ACTIVATIONS
+        for name in ("sampler_activations", "sampler_cache"):
+            value = getattr(self, name)
+            _require(value in known, f"system.{name}={value!r}: one of {known}")
         _require(self.sync_every >= 1, f"system.sync_every={self.sync_every}: must be ≥ 1")
         value = self.logit_noise
         _require(0 <= value < inf, f"system.logit_noise={value}: must be ≥ 0 and finite")

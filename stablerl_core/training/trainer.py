@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from .loss import (
 )
 from .models import ExpertLoad
 from .partial import InFlight, Origin, restore
-from .precision import round_weights
+from .precision import round_weights, rounded_activations, rounded_cache
 from .provenance import provenance
 from .rollout import (
     Rollout,
@@ -289,9 +290,18 @@ class Trainer:
         problems = [p for p in whole.problems for _ in range(data.group_size)]
         return whole.rollout(self.tokenizer, heat), problems
 
+    @contextmanager
+    def _sampling_precision(self) -> Iterator[None]:
+        """Activations and cache of the sampler as the system group rounds them."""
+        system, sampler = self.config.system, self.sampler
+        with rounded_activations(sampler, system.sampler_activations):
+            with rounded_cache(sampler, system.sampler_cache):
+                yield
+
     def _collect(self, n: int) -> tuple[Rollout, dict, Tensor]:
         data, policy = self.config.data, self.config.policy
-        batch, repeated = self._roll(n)
+        with self._sampling_precision():
+            batch, repeated = self._roll(n)
         rewards = self._judge(batch, repeated)
         groups = rewards.view(-1, data.group_size)
         first = groups[:, 0]
