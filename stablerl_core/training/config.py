@@ -61,7 +61,8 @@ class PolicyConfig:
     `reference_every` steps (0 = never). `entropy_coef` times the exact entropy is a bonus.
     `covariance` `clip_cov` or `kl_cov` tames the share `covariance_share` of an update's tokens
     that pull entropy down most.
-    A rollout is used for `epochs` passes of `minibatches` updates each.
+    A rollout is used for `epochs` passes of `minibatches` updates each. `top_p`, `top_k` and
+    `min_p` truncate what is sampled from, and with the sampling mask what the trainer scores.
     """
 
     objective: str = "grpo"
@@ -83,6 +84,7 @@ class PolicyConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self):
         for name in ("epochs", "minibatches"):
@@ -102,9 +104,10 @@ class PolicyConfig:
         for name in ("clip_low", "clip_high", "top_k", "kl_coef", "reference_every"):
             value = getattr(self, name)
             _require(value is None or value >= 0, f"policy.{name}={value}: must be ≥ 0")
-        heat, mass = self.temperature, self.top_p
+        heat, mass, least = self.temperature, self.top_p, self.min_p
         _require(0 < heat < inf, f"policy.temperature={heat}: must be > 0 and finite")
         _require(0 < mass <= 1, f"policy.top_p={mass}: must lie in (0, 1]")
+        _require(0 <= least <= 1, f"policy.min_p={least}: must lie in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,9 @@ class SystemConfig:
     `sampler_activations` rounds what its layers multiply and `sampler_cache` its keys and values.
     `old_logp` says whose log-probabilities are the denominator of the policy ratio: the
     `trainer`'s, recomputed, or the `sampler`'s.
-    `correction` names a row of `CORRECTIONS`, or is `minimum_prefix`; its weights π_old/μ multiply
-    the advantages, π_old being computed again at the start of the step (`old_logp` `trainer`).
+    `correction` names a row of `CORRECTIONS`, or is `minimum_prefix` or `geometric_rejection`
+    (band 1/cap to cap, `correction_cap` or 1.001); its weights π_old/μ multiply the advantages,
+    π_old being computed again at the start of the step (`old_logp` `trainer`).
     `off_policy_threshold` is the δ of `off_policy_sequence_mask`, against μ. `replay_routing`
     makes the trainer choose the experts that the sampler chose (`R3`) or that it chose itself at
     the start of the step (`R2`). `keep_sampling_mask` False scores tokens over the whole
@@ -197,7 +201,7 @@ class SystemConfig:
         )
         known = ("trainer", "sampler")
         _require(self.old_logp in known, f"system.old_logp={self.old_logp!r}: one of {known}")
-        known = (None, *CORRECTIONS, "minimum_prefix")
+        known = (None, *CORRECTIONS, "minimum_prefix", "geometric_rejection")
         _require(self.correction in known, f"system.correction={self.correction!r}: one of {known}")
         _require(
             self.correction is None or self.old_logp == "trainer",
@@ -206,6 +210,11 @@ class SystemConfig:
         )
         value = self.correction_cap
         _require(value is None or value > 0, f"system.correction_cap={value}: must be > 0")
+        _require(
+            value is None or value >= 1 or self.correction != "geometric_rejection",
+            f"system.correction_cap={value}: the band of geometric_rejection is from 1/cap to cap, "
+            "so it must be ≥ 1",
+        )
         known = (None, "R2", "R3")
         value = self.replay_routing
         _require(value in known, f"system.replay_routing={value!r}: one of {known}")
@@ -273,8 +282,8 @@ class TrainerConfig:
             f"system.partial_tokens={part} does not divide data.max_new_tokens={limit}",
         )
         _require(
-            self.policy.top_p == 1 and self.policy.top_k == 0,
-            "system.partial_tokens is set: policy.top_p must be 1 and policy.top_k 0",
+            self.policy.top_p == 1 and self.policy.top_k == 0 == self.policy.min_p,
+            "system.partial_tokens is set: policy.top_p must be 1, policy.top_k and min_p 0",
         )
         _require(
             self.system.replay_routing != "R3",

@@ -23,6 +23,7 @@ from ..policy import (
 )
 from ..system import (
     CORRECTIONS,
+    geometric_rejection,
     importance_weights,
     minimum_prefix_weights,
     off_policy_sequence_mask,
@@ -30,6 +31,7 @@ from ..system import (
 from .config import PolicyConfig, SystemConfig
 from .rollout import Rollout, completion_logp, select_rows
 
+GEOMETRIC_BAND = 1.001  # verl's preset decoupled_geo_rs
 NOTHING_SEEN = ObjectiveDiagnostics(0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -140,12 +142,17 @@ def correction_weights(
 
     None too where a log-probability is not finite: the loss finds that and is NaN.
     """
-    if system.correction not in CORRECTIONS or not torch.isfinite(old_logp[batch.mask]).all():
+    name, cap = system.correction, system.correction_cap
+    given = (old_logp, batch.sampler_logp, batch.mask)
+    if name in (None, "minimum_prefix") or not torch.isfinite(old_logp[batch.mask]).all():
         return None
-    options = dict(CORRECTIONS[system.correction])
-    if system.correction_cap is not None:
-        options["cap"] = system.correction_cap
-    found = importance_weights(old_logp, batch.sampler_logp, batch.mask, **options)
+    if name == "geometric_rejection":
+        high = GEOMETRIC_BAND if cap is None else cap
+        keep = geometric_rejection(*given, low=1 / high, high=high)
+        found = importance_weights(*given, level="geometric", cap=high)
+        return keep.to(old_logp.dtype).expand_as(old_logp), found.ess
+    options = dict(CORRECTIONS[name]) | ({} if cap is None else {"cap": cap})
+    found = importance_weights(*given, **options)
     return found.values, found.ess
 
 

@@ -259,7 +259,7 @@ class Trainer:
         if self.config.system.partial_tokens:
             return self._roll_partly(n)
         problems = self._draw(n, data.prompts)
-        sampling = Sampling(policy.temperature, policy.top_p, policy.top_k)
+        sampling = Sampling(policy.temperature, policy.top_p, policy.top_k, policy.min_p)
         system = self.config.system
         sampler = {
             "record_routing": system.replay_routing == "R3",

@@ -102,6 +102,8 @@ def test_minibatches_divide_the_prompts():
         ("policy", "top_p", 0.0),
         ("policy", "top_p", 1.1),
         ("policy", "top_k", -1),
+        ("policy", "min_p", 1.1),
+        ("policy", "min_p", -0.1),
         ("numerics", "learning_rate", -1e-4),
         ("numerics", "learning_rate", math.nan),
         ("numerics", "learning_rate", math.inf),

@@ -109,6 +109,7 @@ def test_a_resume_finds_the_completions_that_were_in_flight(tmp_path):
     [
         ({"system__partial_tokens": 5}, "does not divide data.max_new_tokens=12"),
         ({"policy__top_p": 0.9}, "policy.top_p must be 1"),
+        ({"policy__min_p": 0.1}, "policy.top_p must be 1"),
         ({"system__partial_tokens": -1}, "system.partial_tokens=-1"),
     ],
 )

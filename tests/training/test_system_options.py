@@ -9,8 +9,14 @@ import torch
 from tiny import FAMILIES, sharp_moe, step_gradients, tiny_config
 
 from stablerl_core.rewards import task_by_name
-from stablerl_core.system import CORRECTIONS, importance_weights, off_policy_sequence_mask
+from stablerl_core.system import (
+    CORRECTIONS,
+    geometric_rejection,
+    importance_weights,
+    off_policy_sequence_mask,
+)
 from stablerl_core.training import Trainer
+from stablerl_core.training.loss import correction_weights
 from stablerl_core.training.rollout import (
     Sampling,
     completion_logits,
@@ -111,13 +117,44 @@ def test_corrections_weigh_the_advantages(monkeypatch):
     assert trainer.log.rows[-1]["masked_tokens"] == 0
 
 
-@pytest.mark.parametrize("correction", [*CORRECTIONS, "minimum_prefix"])
+@pytest.mark.parametrize("correction", [*CORRECTIONS, "minimum_prefix", "geometric_rejection"])
 def test_every_correction_survives_a_split_into_micro_batches(correction, monkeypatch):
     options = dict(COARSE, system__correction=correction, policy__minibatches=2)
     options |= dict(system__off_policy_threshold=0.02, system__replay_routing="R3")
     whole = step_gradients(Trainer(tiny_config(**options)), monkeypatch)
     split = step_gradients(Trainer(tiny_config(numerics__micro_batch=2, **options)), monkeypatch)
     assert whole[0].norm() > 1e-3 and (whole[0] - split[0]).norm() < 1e-5 * whole[0].norm()
+
+
+def test_geometric_rejection_drops_whole_sequences_and_keeps_the_weight_of_the_others():
+    options = dict(COARSE, system__correction="geometric_rejection", system__correction_cap=1.05)
+    trainer = Trainer(tiny_config(**options))
+    batch, _, advantages = trainer._collect(1)
+    with torch.no_grad():
+        logp = completion_logp(trainer.model, batch)
+    values, ess = correction_weights(trainer.config.system, logp, batch)
+    keep = geometric_rejection(logp, batch.sampler_logp, batch.mask, low=1 / 1.05, high=1.05)
+    assert keep.any() and not keep.all() and 0 < ess < 1
+    assert torch.equal(values, keep.to(logp.dtype).expand_as(logp))
+    narrow = replace(trainer.config.system, correction_cap=None)
+    assert correction_weights(narrow, logp, batch)[0].sum() < values.sum()
+    had = (advantages[:, None] != 0) & batch.mask
+    row = Trainer(tiny_config(**options)).step()
+    assert row["masked_tokens"] == pytest.approx(float((had & ~keep).sum() / had.sum()))
+
+
+def test_min_p_truncates_what_is_sampled_and_scored():
+    options = {"policy__min_p": 0.3, "probe_every": 9}
+    trainer = Trainer(tiny_config(**options))
+    batch, _, _ = trainer._collect(1)
+    with torch.no_grad():
+        probs = completion_logits(trainer.model, batch).softmax(-1)
+    drawn = probs.gather(-1, batch.tokens[..., None])[..., 0]
+    assert (drawn >= 0.3 * probs.amax(-1) - 1e-6)[batch.mask].all()
+    assert (drawn < 0.999 * probs.amax(-1))[batch.mask].any()
+    kept = Trainer(tiny_config(**options)).step()
+    lost = Trainer(tiny_config(**options, system__keep_sampling_mask=False)).step()
+    assert kept["logp_gap"] < 1e-5 and lost["logp_gap"] > 0.01
 
 
 def test_the_off_policy_mask_silences_negative_sequences_that_moved():
@@ -157,6 +194,10 @@ def test_a_rollout_that_recorded_its_experts_knows_its_sampling():
         ({"system__correction": "tiss"}, "system.correction='tiss'"),
         ({"system__correction": "tis", "system__old_logp": "sampler"}, "count the mismatch twice"),
         ({"system__correction_cap": 0.0}, "system.correction_cap=0.0"),
+        (
+            {"system__correction_cap": 0.9, "system__correction": "geometric_rejection"},
+            "system.correction_cap=0.9: the band",
+        ),
         ({"system__replay_routing": "R4"}, "system.replay_routing='R4'"),
         ({"system__partial_tokens": 5, "system__replay_routing": "R3"}, "no routing record"),
     ],
