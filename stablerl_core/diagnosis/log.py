@@ -48,8 +48,9 @@ class MappedColumn:
 
     `meaning` says which of several possible numbers it is (KL to the reference or of the step,
     log-probability or probability, before or after masking). `fuzzy`: its name is not one that
-    the format is known to write, it was guessed from the words in it. `factor`: the file's value
-    was multiplied by it, −1 where minus entropy was logged, 0.01 for per cent.
+    the format is known to write, it was guessed from the words in it. The value here is the file's
+    times `factor` plus `offset`: factor −1 where minus entropy was logged, 0.01 for per cent,
+    −1 and 1 where the kept share was logged and the masked one is meant.
     """
 
     column: str
@@ -57,6 +58,7 @@ class MappedColumn:
     meaning: str
     fuzzy: bool = False
     factor: float = 1.0
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +70,8 @@ class SignalLog:
     format     the format it was read as, for example "trl", "verl", "csv"
     mapping    what each used column was taken for
     unmapped   columns with numbers that were not used
-    warnings   one sentence each: what was repaired, dropped, or cannot be seen in this format
+    warnings   one sentence each: what was repaired, dropped or doubtful in this file
+    notes      one sentence each: what no file of this format can show (TRL drops NaN metrics …)
     step_kind  what `steps` counts: "optimizer step", "rollout step", "row" (no step was logged) …
     restarts   steps from which the run was resumed: the log went back to them, the last value
                of each step was kept
@@ -80,6 +83,7 @@ class SignalLog:
     mapping: tuple[MappedColumn, ...] = ()
     unmapped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     step_kind: str = "optimizer step"
     restarts: tuple[float, ...] = ()
     facts: Mapping[str, object] = field(default_factory=dict)

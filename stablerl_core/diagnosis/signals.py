@@ -24,6 +24,7 @@ FOREIGN: dict[str, Signal] = {
     "length_terminated": Signal(1, "tokens", "mean length of the completions that ended"),
     "sequence_length": Signal(1, "tokens", "mean length of prompt and completion together"),
     "prompt_length": Signal(1, "tokens", "mean prompt length"),
+    "repetition": Signal(1, "share", "completions that repeat themselves"),
     "dead_groups": Signal(1, "share", "zero-variance groups at the lowest reward"),
     "mixed_groups": Signal(1, "share", "groups with different rewards: those that give gradient"),
     "advantage_mean": Signal(1, "1", "mean advantage: near 0 where groups are centred"),
@@ -34,6 +35,8 @@ FOREIGN: dict[str, Signal] = {
     "kl_penalty": Signal(
         2, "reward", "KL penalty as it enters the reward or the loss, coefficient included"
     ),
+    "logp_mean": Signal(2, "nats/token", "mean log-probability of the sampled tokens, trainer"),
+    "ref_logp_mean": Signal(2, "nats/token", "the same under the reference"),
     "entropy_seq": Signal(2, "nats/sequence", "entropy summed over a completion"),
     "ratio_mean": Signal(2, "ratio", "mean policy ratio π_θ/π_old; 1 on-policy"),
     "ratio_min": Signal(2, "ratio", "smallest policy ratio π_θ/π_old"),
@@ -49,12 +52,15 @@ FOREIGN: dict[str, Signal] = {
     "attention_logit_max": Signal(3, "logit", "largest attention logit before the softmax"),
     "aux_loss": Signal(3, "loss", "load-balancing loss of a mixture of experts"),
     "trained_tokens": Signal(3, "tokens", "tokens that entered the loss at this step"),
-    "logp_gap_signed": Signal(
-        4, "nats", "mean log π_old(token) − log μ(token), with its sign: 0 without a bias"
+    "sampler_logp_mean": Signal(
+        4, "nats/token", "mean log-probability of the sampled tokens, as the sampler reported it"
     ),
     "prob_gap": Signal(4, "probability", "mean |π_old(token) − μ(token)|: blind at rare tokens"),
     "prob_gap_max": Signal(4, "probability", "largest |π_old(token) − μ(token)|; at most 1"),
     "prob_gap_std": Signal(4, "probability", "standard deviation of |π_old(token) − μ(token)|"),
+    "prob_gap_signed": Signal(
+        4, "probability", "mean π_old(token) − μ(token), with its sign: 0 without a bias"
+    ),
     "prob_correlation": Signal(
         4, "1", "Pearson correlation of π_old(token) and μ(token); 1 is best"
     ),
@@ -64,8 +70,15 @@ FOREIGN: dict[str, Signal] = {
         "mean exp|log π_old(token) − log μ(token)|; 1 is agreement, one outlier rules it",
     ),
     "mismatch_js": Signal(4, "nats/token", "Jensen–Shannon divergence of μ and π_old"),
-    "mismatch_k1": Signal(4, "nats/token", "k1 estimate of KL(μ ‖ π_old); may be negative"),
+    "mismatch_k1": Signal(
+        4,
+        "nats/token",
+        "mean log μ − log π_old (k1 estimate of KL(μ ‖ π_old)): a bias keeps its sign",
+    ),
     "mismatch_k2": Signal(4, "nats²/token", "mean ½(log π_old − log μ)²"),
+    "mismatch_kl_reverse": Signal(
+        4, "nats/token", "k3 estimate of KL(π_old ‖ μ) from tokens drawn from μ: outliers rule it"
+    ),
     "mismatch_chi2": Signal(4, "1", "χ² of the token weights: E w² − 1"),
     "mismatch_chi2_seq": Signal(4, "1", "χ² of the sequence weights, product over the tokens"),
     "mismatch_chi2_geo": Signal(4, "1", "χ² of the geometric-mean weights of the sequences"),
@@ -76,18 +89,18 @@ FOREIGN: dict[str, Signal] = {
     "weight_mean": Signal(4, "ratio", "mean weight π_old/μ before its cap; 1 without mismatch"),
     "weight_min": Signal(4, "ratio", "smallest weight before its cap"),
     "weight_max": Signal(4, "ratio", "largest weight before its cap"),
-    "weight_std": Signal(4, "ratio", "standard deviation of the weights before their cap"),
     "weight_mean_capped": Signal(
         4, "ratio", "mean weight after truncation or masking: near 0 says masked, not mismatched"
     ),
     "weight_min_capped": Signal(4, "ratio", "smallest weight after truncation or masking"),
     "weight_max_capped": Signal(4, "ratio", "largest weight after truncation or masking"),
+    "weight_ess_capped": Signal(
+        4, "share", "effective sample size after the cap, which bounds it from below"
+    ),
     "weight_clip_fraction": Signal(4, "share", "weights that the cap changed"),
     "masked_sequences": Signal(4, "share", "completions that a correction set to 0"),
     "staleness_max": Signal(4, "versions", "oldest weights that drew a token of the step"),
     "sampler_version": Signal(4, "versions", "version of the weights that the sampler holds"),
-    "expert_violation": Signal(4, "ratio", "busiest expert's load over the mean load, minus 1"),
-    "router_entropy": Signal(4, "nats", "entropy of the router's distribution over experts"),
 }
 
 SIGNALS: dict[str, Signal] = OWN | FOREIGN
@@ -97,6 +110,7 @@ FAMILIES: dict[str, Signal] = {
     "reward_part": Signal(1, "reward", "mean of one reward function of several"),
     "reward_part_std": Signal(1, "reward", "spread of one reward function of several"),
     "heldout": Signal(1, "score", "one evaluation of several"),
+    "tied_groups": Signal(1, "groups", "groups whose rewards all equal this value: a count"),
 }
 
 
