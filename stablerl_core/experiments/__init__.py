@@ -3,7 +3,17 @@
 import os
 from pathlib import Path
 
-from . import balance, clipping, kl_entropy, kl_gradient, long_sequences, opening, schedules, stages
+from . import (
+    balance,
+    clipping,
+    kl_entropy,
+    kl_gradient,
+    long_sequences,
+    off_policy,
+    opening,
+    schedules,
+    stages,
+)
 from .experiment import Experiment
 from .figures import draw_band, small_multiples
 from .measured import Measured
@@ -18,6 +28,7 @@ CHAPTERS = (
     balance,
     schedules,
     stages,
+    off_policy,
 )
 EXPERIMENTS = {e.name: e for chapter in CHAPTERS for e in chapter.ALL}
 
