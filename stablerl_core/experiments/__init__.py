@@ -12,6 +12,7 @@ from . import (
     off_policy,
     opening,
     schedules,
+    silent_collapse,
     stages,
 )
 from .experiment import Experiment
@@ -29,6 +30,7 @@ CHAPTERS = (
     schedules,
     stages,
     off_policy,
+    silent_collapse,
 )
 EXPERIMENTS = {e.name: e for chapter in CHAPTERS for e in chapter.ALL}
 
