@@ -108,6 +108,14 @@ def axis_range(series: Iterable[Points], log: bool, least: float = 0.0) -> tuple
     return low, high + 0.05 * (high - low)
 
 
+def _colour(name: str) -> str:
+    return COLOURS.get(name, "#D55E00")
+
+
+def _label(name: str) -> str:
+    return LABELS.get(name, name.replace("_", " "))
+
+
 def _path(points: Points, x, y, log: bool) -> str:
     """SVG path of a series; a non-finite value breaks the line."""
     out, pen = [], "M"
@@ -138,8 +146,16 @@ def _axis(low: float, high: float, log: bool, at: float, anchor: str, label: str
     )
 
 
-def panel_svg(panel: Panel, rows: Sequence[Mapping[str, float]]) -> str:
-    """One panel as an SVG figure with a title, a description, axes and a legend."""
+def panel_svg(
+    panel: Panel,
+    rows: Sequence[Mapping[str, float]],
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """One panel as an SVG figure with a title, a description, axes and a legend.
+
+    Each of `marks`, a step and what happened there, is an upright line that shows its text to
+    the mouse.
+    """
     steps = [row["step"] for row in rows] or [0, 1]
     first, last = min(steps), max(max(steps), min(steps) + 1)
 
@@ -162,13 +178,19 @@ def panel_svg(panel: Panel, rows: Sequence[Mapping[str, float]]) -> str:
         body.append(_axis(low, high, log, at, anchor, label + (" (log)" if log else ""), y))
         dash = "" if side is panel.left else ' stroke-dasharray="5 3"'
         for name, points in series.items():
-            body.append(f'<path d="{_path(points, x, y, log)}" stroke="{COLOURS[name]}"{dash}/>')
+            body.append(f'<path d="{_path(points, x, y, log)}" stroke="{_colour(name)}"{dash}/>')
             legend.append((name, dash))
             if points:
-                words.append(f"{LABELS[name]} {points[0][1]:.3g} to {points[-1][1]:.3g}")
+                words.append(f"{_label(name)} {points[0][1]:.3g} to {points[-1][1]:.3g}")
+    for step, event in marks:
+        at = min(max(x(step), LEFT), WIDTH - RIGHT)
+        told = html.escape(f"step {step:g}: {event}")
+        line = f"M{at:.1f} {TOP}V{HEIGHT - BOTTOM}"
+        body.append(f'<path class="event" d="{line}"><title>{told}</title></path>')
+        words.append(f"marked at step {step:g}")
     keys = "".join(
-        f'<path d="M{LEFT + 130 * i} 30h18" stroke="{COLOURS[n]}"{d}/>'
-        f'<text x="{LEFT + 130 * i + 22}" y="34">{LABELS[n]}</text>'
+        f'<path d="M{LEFT + 130 * i} 30h18" stroke="{_colour(n)}"{d}/>'
+        f'<text x="{LEFT + 130 * i + 22}" y="34">{html.escape(_label(n))}</text>'
         for i, (n, d) in enumerate(legend)
     )
     title = f"Layer {panel.layer}: {panel.title}"
@@ -177,8 +199,8 @@ def panel_svg(panel: Panel, rows: Sequence[Mapping[str, float]]) -> str:
         f'aria-label="{html.escape(title + ". " + "; ".join(words))}">'
         f'<text class="title" x="{LEFT}" y="16">{title}</text>{keys}'
         f'<path class="frame" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}V{TOP}"/>'
-        f'<text x="{LEFT}" y="{HEIGHT - 16}">{first}</text>'
-        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 16}" text-anchor="end">{last}</text>'
+        f'<text x="{LEFT}" y="{HEIGHT - 16}">{first:g}</text>'
+        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 16}" text-anchor="end">{last:g}</text>'
         f'<text class="unit" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" '
         f'text-anchor="middle">step</text>{"".join(body)}</svg>'
     )
@@ -194,6 +216,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 .panel { width: 100%; font-size: 11px; fill: var(--ink); }
 .panel .title { font-size: 13px; font-weight: 600; }
 .panel path { fill: none; stroke-width: 1.8; }
+.panel .event { stroke: var(--ink); stroke-width: 1.2; stroke-dasharray: 3 3; }
 .panel .frame { stroke: var(--line); stroke-width: 1; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { border-bottom: 1px solid var(--line); padding: .25rem .75rem; text-align: left; }

@@ -23,6 +23,7 @@ FOREIGN: dict[str, Signal] = {
     "length_max": Signal(1, "tokens", "longest completion of the step"),
     "length_terminated": Signal(1, "tokens", "mean length of the completions that ended"),
     "sequence_length": Signal(1, "tokens", "mean length of prompt and completion together"),
+    "prompt_truncated": Signal(1, "share", "prompts that were cut at the prompt limit"),
     "prompt_length": Signal(1, "tokens", "mean prompt length"),
     "repetition": Signal(1, "share", "completions that repeat themselves"),
     "dead_groups": Signal(1, "share", "zero-variance groups at the lowest reward"),
