@@ -67,6 +67,12 @@ SIGNALS: dict[str, Signal] = {
     "masked_tokens": Signal(
         4, "share", "tokens with an advantage that a correction or an off-policy mask set to 0"
     ),
+    "lost_tokens": Signal(
+        4,
+        "share",
+        "trained tokens outside of the sets that the trainer's own filter leaves; they leave the "
+        "loss",
+    ),
     "staleness": Signal(4, "versions", "trainer version minus version of the sampler's weights"),
     "expert_load_max": Signal(
         4, "ratio", "busiest expert's load over the mean load, worst layer; 1 is balance"

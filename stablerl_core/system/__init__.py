@@ -9,6 +9,8 @@ from .corrections import (
     minimum_prefix_weights,
     prefix_weights,
 )
+from .generation import Recorded, SamplingRecorder
+from .kept_sets import KeptSets
 from .lr_surge import LengthSurgeDecay, length_surge
 from .mismatch import MismatchReport, ProbabilityBin, logit_noise_bound, mismatch_report
 from .off_policy import off_policy_sequence_mask, positional_decay, weight_threshold_mask
@@ -23,7 +25,14 @@ from .queues import (
 )
 from .routing import Recording, RoutingRecord, record_routing, replay_routing
 from .routing_compare import RoutingComparison, compare_routing
-from .sampling import Sample, masked_log_probs, sample_tokens
+from .sampling import (
+    Refiltered,
+    Sample,
+    kept_mass,
+    masked_log_probs,
+    rerun_filter,
+    sample_tokens,
+)
 from .staleness import (
     Admission,
     StalenessReport,
@@ -54,6 +63,7 @@ __all__ = [
     "ControlVerdict",
     "Fingerprint",
     "ImportanceWeights",
+    "KeptSets",
     "LengthSurgeDecay",
     "LengthTail",
     "MismatchReport",
@@ -61,11 +71,14 @@ __all__ = [
     "QueueRates",
     "QueueRules",
     "QueueRun",
+    "Recorded",
     "Recording",
+    "Refiltered",
     "RoutingComparison",
     "RoutingRecord",
     "SafeVocabulary",
     "Sample",
+    "SamplingRecorder",
     "StalenessReport",
     "SyncFault",
     "SyncReport",
@@ -78,6 +91,7 @@ __all__ = [
     "fresh_sequences",
     "geometric_rejection",
     "importance_weights",
+    "kept_mass",
     "length_surge",
     "logit_noise_bound",
     "lr_zero_control",
@@ -90,6 +104,7 @@ __all__ = [
     "prefix_weights",
     "record_routing",
     "replay_routing",
+    "rerun_filter",
     "reset_optimizer_state",
     "round_trip_drift",
     "safe_vocabulary",

@@ -39,23 +39,32 @@ def sample_tokens(
     so `logp` is log μ. Raises `ValueError` for options out of range, NaN logits, or a row with
     no allowed token. Source: DeepSeek-V3.2, arXiv 2512.02556 §3.1 (Keep Sampling Mask).
     """
-    _check(logits, temperature, top_p, top_k, min_p, allowed)
-    scores = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    scores = scores / temperature
+    options = (temperature, top_p, top_k, min_p, allowed)
+    _check(logits, *options)
+    scores = _filtered(logits.detach(), *options)
     if not torch.isfinite(scores.amax(-1)).all():  # the maximum of a row with NaN is NaN
         raise ValueError("logits have a row with NaN, +inf or no allowed token; check the model")
-    truncates = allowed is not None or top_k > 0 or top_p < 1 or min_p > 0
-    if truncates:
-        scores = scores.masked_fill(~_kept_mask(scores, top_p, top_k, min_p), -torch.inf)
     logp = scores.log_softmax(-1)
     # Inverse CDF in float64: a uniform below 1 cannot land on a token of probability zero.
     cdf = logp.exp().double().cumsum(-1)
     uniform = torch.rand(len(cdf), 1, dtype=torch.float64, device=cdf.device, generator=generator)
     tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)[:, 0]
+    truncates = allowed is not None or top_k > 0 or top_p < 1 or min_p > 0
     kept = _compact(torch.isfinite(scores)) if truncates else None
     return Sample(tokens, logp.gather(-1, tokens[:, None])[:, 0], kept)
+
+
+def _filtered(logits, temperature, top_p, top_k, min_p, allowed) -> Tensor:
+    """Scores z/T (B, V) in float32 or better, −inf where a filter removed the token."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    scores = scores / temperature
+    if top_k > 0 or top_p < 1 or min_p > 0:
+        keep = _kept_mask(scores, top_p, top_k, min_p)
+        broken = ~torch.isfinite(scores.amax(-1, keepdim=True))  # NaN must stay NaN
+        scores = scores.masked_fill(~(keep | broken), -torch.inf)
+    return scores
 
 
 def _check(logits, temperature, top_p, top_k, min_p, allowed) -> None:
@@ -117,18 +126,88 @@ def masked_log_probs(
     that is not > 0 and finite.
     Source: DeepSeek-V3.2, arXiv 2512.02556 §3.1.
     """
-    if logits.shape[:-1] != tokens.shape:
-        raise ValueError(
-            f"tokens has shape {tuple(tokens.shape)}; expected {tuple(logits.shape[:-1])}"
-        )
+    _same_shape(logits, tokens)
     _check_temperature(temperature)
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     chosen = scores.gather(-1, tokens[..., None])[..., 0]
     if kept is None:
         return chosen - scores.logsumexp(-1)
-    if kept.shape[:-1] != tokens.shape:
-        raise ValueError(f"kept has shape {tuple(kept.shape)}; expected {(*tokens.shape, 'K')}")
+    inside = _inside(scores, kept)
     if not (kept == tokens[..., None]).any(-1).all():
         raise ValueError("tokens has an entry outside its kept set; use the set stored with it")
-    inside = scores.gather(-1, kept.long().clamp(min=0)).masked_fill(kept < 0, -torch.inf)
     return chosen - inside.logsumexp(-1)
+
+
+class Refiltered(NamedTuple):
+    """`logp` (…) under the trainer's own filter, −inf where `lost` (…) bool says that the filter
+    removed the token that was sampled; `keep` (…, V) bool is what it left."""
+
+    logp: Tensor
+    lost: Tensor
+    keep: Tensor
+
+
+def rerun_filter(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    allowed: Tensor | None = None,
+) -> Refiltered:
+    """log π(token) with π filtered anew, by the sampler's settings and the trainer's own logits.
+
+    log π(a) = z_a/T − log Σ_{b ∈ keep(z)} exp(z_b/T), and −inf for a outside of keep(z): what a
+    trainer computes that did not store the sampler's set. The sets differ as soon as the logits
+    do, and a token that was sampled can be outside. `logits` (…, V) carry the gradient, which is
+    0 for a lost token; `tokens` (…) were drawn by the sampler; options as in `sample_tokens`.
+    Logits with NaN give NaN.
+
+    Raises `ValueError` for shapes that disagree and options out of range.
+    The error is described with DeepSeek-V3.2, arXiv 2512.02556 §3.1.
+    """
+    _same_shape(logits, tokens)
+    if allowed is not None and allowed.dim() > 1:
+        allowed = allowed.flatten(0, -2)
+    options = (temperature, top_p, top_k, min_p, allowed)
+    flat = logits.reshape(-1, logits.shape[-1])
+    _check(flat, *options)
+    keep = (_filtered(flat.detach(), *options) != -torch.inf).view(logits.shape)
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    chosen = scores.gather(-1, tokens[..., None])[..., 0]
+    logp = chosen - scores.masked_fill(~keep, -torch.inf).logsumexp(-1)
+    lost = ~keep.gather(-1, tokens[..., None])[..., 0]
+    return Refiltered(logp.masked_fill(lost, -torch.inf), lost, keep)
+
+
+def kept_mass(logits: Tensor, kept: Tensor | None, temperature: float = 1.0) -> Tensor:
+    """S = Σ_{b ∈ kept} π(b): how much of π lies in the sampler's set, between 0 and 1.
+
+    It is the mean of the ratio when the trainer's log-probability is that of the whole
+    vocabulary: E_{a ~ μ}[π(a)/μ(a)] = Σ_{a ∈ kept} π(a) = S, for any μ that is above 0 on the
+    set and 0 outside. Where μ has π's own logits, the ratio of every single token is S.
+
+    `logits` (…, V) of the trainer, `kept` (…, K) from the sampler (None: S = 1). Returns (…).
+    """
+    if kept is None:
+        return torch.ones_like(logits[..., 0])
+    _check_temperature(temperature)
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return (_inside(scores, kept).logsumexp(-1) - scores.logsumexp(-1)).exp()
+
+
+def _inside(scores: Tensor, kept: Tensor) -> Tensor:
+    """Scores (…, K) of the kept ids, −inf at the filler."""
+    if kept.shape[:-1] != scores.shape[:-1]:
+        expected = (*scores.shape[:-1], "K")
+        raise ValueError(f"kept has shape {tuple(kept.shape)}; expected {expected}")
+    return scores.gather(-1, kept.long().clamp(min=0)).masked_fill(kept < 0, -torch.inf)
+
+
+def _same_shape(logits: Tensor, tokens: Tensor) -> None:
+    if logits.shape[:-1] != tokens.shape:
+        raise ValueError(
+            f"tokens has shape {tuple(tokens.shape)}; expected {tuple(logits.shape[:-1])}"
+        )

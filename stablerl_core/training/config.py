@@ -61,8 +61,10 @@ class PolicyConfig:
     `reference_every` steps (0 = never). `entropy_coef` times the exact entropy is a bonus.
     `covariance` `clip_cov` or `kl_cov` tames the share `covariance_share` of an update's tokens
     that pull entropy down most.
-    A rollout is used for `epochs` passes of `minibatches` updates each. `top_p`, `top_k` and
-    `min_p` truncate what is sampled from, and with the sampling mask what the trainer scores.
+    A rollout is used for `epochs` passes of `minibatches` updates each.
+
+    Tokens are sampled at `temperature`, truncated by `top_k` (0 = off), `top_p` and `min_p`; of
+    the characters only those in `allowed` and the end token may be drawn ("" = all).
     """
 
     objective: str = "grpo"
@@ -85,6 +87,7 @@ class PolicyConfig:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    allowed: str = ""
 
     def __post_init__(self):
         for name in ("epochs", "minibatches"):
@@ -108,6 +111,11 @@ class PolicyConfig:
         _require(0 < heat < inf, f"policy.temperature={heat}: must be > 0 and finite")
         _require(0 < mass <= 1, f"policy.top_p={mass}: must lie in (0, 1]")
         _require(0 <= least <= 1, f"policy.min_p={least}: must lie in [0, 1]")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some token of the vocabulary may be impossible to draw."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or bool(self.allowed)
 
 
 @dataclass(frozen=True)
@@ -161,8 +169,11 @@ class SystemConfig:
     π_old being computed again at the start of the step (`old_logp` `trainer`).
     `off_policy_threshold` is the δ of `off_policy_sequence_mask`, against μ. `replay_routing`
     makes the trainer choose the experts that the sampler chose (`R3`) or that it chose itself at
-    the start of the step (`R2`). `keep_sampling_mask` False scores tokens over the whole
-    vocabulary although top-p or top-k truncated it.
+    the start of the step (`R2`).
+    `sampling_mask` says over which tokens the trainer normalises where truncation left the
+    sampler fewer than all: the set that was `stored` with each token (Keep Sampling Mask), all of
+    them (`none`), or what the sampler's filter, `rerun` on the trainer's own logits, leaves. That
+    can lose the token that was sampled: it leaves the loss, and `lost_tokens` counts it.
     With `partial_tokens` a step samples at most so many tokens of each completion and trains on
     the groups that are whole; the others go on in the next step, with its weights (0 = off).
     """
@@ -178,7 +189,7 @@ class SystemConfig:
     correction_cap: float | None = None
     off_policy_threshold: float | None = None
     replay_routing: str | None = None
-    keep_sampling_mask: bool = True
+    sampling_mask: str = "stored"
     partial_tokens: int = 0
     device: str = "cpu"
 
@@ -218,6 +229,9 @@ class SystemConfig:
         known = (None, "R2", "R3")
         value = self.replay_routing
         _require(value in known, f"system.replay_routing={value!r}: one of {known}")
+        known = ("stored", "rerun", "none")
+        value = self.sampling_mask
+        _require(value in known, f"system.sampling_mask={value!r}: one of {known}")
 
     @property
     def separate_sampler(self) -> bool:
@@ -274,6 +288,8 @@ class TrainerConfig:
         )
         if self.system.partial_tokens:
             self._check_partial()
+        if self.system.sampling_mask == "rerun":
+            self._check_rerun()
 
     def _check_partial(self) -> None:
         part, limit = self.system.partial_tokens, self.data.max_new_tokens
@@ -282,8 +298,9 @@ class TrainerConfig:
             f"system.partial_tokens={part} does not divide data.max_new_tokens={limit}",
         )
         _require(
-            self.policy.top_p == 1 and self.policy.top_k == 0 == self.policy.min_p,
-            "system.partial_tokens is set: policy.top_p must be 1, policy.top_k and min_p 0",
+            not self.policy.truncates,
+            "system.partial_tokens is set: policy.top_p must be 1, policy.top_k 0, policy.min_p 0 "
+            "and policy.allowed empty",
         )
         _require(
             self.system.replay_routing != "R3",
@@ -294,6 +311,19 @@ class TrainerConfig:
             not {"data.group_size", "policy.temperature"} & set(self.schedules),
             "system.partial_tokens is set: groups in flight keep their size and temperature, so "
             "schedules may have neither data.group_size nor policy.temperature",
+        )
+
+    def _check_rerun(self) -> None:
+        policy = self.policy
+        _require(
+            policy.kl_coef == 0 and "policy.kl_coef" not in self.schedules,
+            "system.sampling_mask='rerun' gives policy and reference different supports, between "
+            "which KL is infinite: policy.kl_coef must be 0 and not scheduled",
+        )
+        _require(
+            policy.objective != "bapo" and policy.covariance is None,
+            "system.sampling_mask='rerun' loses tokens that BAPO's search and the covariance rules "
+            "would rank: use another policy.objective and policy.covariance=None",
         )
 
     def at(self, values: Mapping[str, float]) -> TrainerConfig:
@@ -317,11 +347,20 @@ class TrainerConfig:
         try:
             values = json.loads(text)
             for name, group in GROUPS.items():
+                told = _renamed(values[name])
                 values[name] = group(
-                    **{k: tuple(v) if isinstance(v, list) else v for k, v in values[name].items()}
+                    **{k: tuple(v) if isinstance(v, list) else v for k, v in told.items()}
                 )
             schedules = values.get("schedules", {}).items()
             values["schedules"] = {path: schedule_from_dict(s) for path, s in schedules}
             return cls(**values)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"text is no configuration of this version ({error!r})") from error
+
+
+def _renamed(told: dict) -> dict:
+    """A group as an older log tells it: the sampling mask was kept or not."""
+    if "keep_sampling_mask" not in told:
+        return told
+    kept = told.pop("keep_sampling_mask")
+    return told | {"sampling_mask": "stored" if kept else "none"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ class UpdateLoss:
     pulls back, are those of the whole rollout; `clip` are the bounds in force, found by BAPO's
     search where the configuration names none. `weights` (B, T) correct for μ, which sampled.
     `pull` (2,) adds up Σ|∂loss/∂log π_θ| of the objective over tokens with Â > 0, and over all;
-    `silenced` (2,) the tokens with an advantage that weights and masks set to 0, and all of them.
+    `silenced` (2,) the tokens with an advantage that weights and masks set to 0, and all of them;
+    `lost` (2,) the tokens outside of the sets that the trainer's own filter left, and all.
     """
 
     policy: PolicyConfig
@@ -57,6 +58,7 @@ class UpdateLoss:
     anchored: Tensor | None = None
     pull: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     silenced: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    lost: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
 
     def of(
         self, logits: Tensor, logp: Tensor, piece: Rollout, rows: Tensor
@@ -66,9 +68,11 @@ class UpdateLoss:
         Log-probabilities that are not finite make it NaN, with a NaN gradient: whoever steps
         has to count and handle that.
         """
+        old_logp = self._cut(self.old_logp, rows, piece)
+        if piece.refilter:
+            logp, old_logp, piece = self._without_lost(logp, old_logp, piece)
         if not torch.isfinite(logp[piece.mask]).all():
             return logp.sum() * math.nan, NOTHING_SEEN
-        old_logp = self._cut(self.old_logp, rows, piece)
         advantages = self._corrected(logp.detach(), piece, rows)
         loss, seen = policy_objective(
             self.policy.objective,
@@ -85,6 +89,16 @@ class UpdateLoss:
         self.pull += _pull(loss, logp, advantages)
         penalties = self._penalties(logits, logp, old_logp, piece, rows)
         return sum((coef * self._mean(x, piece) for coef, x in penalties), loss), seen
+
+    def _without_lost(self, logp: Tensor, old_logp: Tensor | None, piece: Rollout):
+        """Take tokens of log-probability −inf out of the mask; they keep a 0 without a gradient."""
+        lost = logp == -math.inf
+        if old_logp is not None:
+            lost |= old_logp == -math.inf
+            old_logp = old_logp.masked_fill(lost, 0)
+        counted = piece.mask
+        self.lost += torch.stack([(lost & counted).sum(), counted.sum()]).double().cpu()
+        return logp.masked_fill(lost, 0), old_logp, replace(piece, mask=counted & ~lost)
 
     def _corrected(self, logp: Tensor, piece: Rollout, rows: Tensor) -> Tensor:
         """The advantages, weighted and masked for tokens that came from μ and not from π_old."""
@@ -140,11 +154,14 @@ def correction_weights(
 ) -> tuple[Tensor, float] | None:
     """Weights (B, T) of the configured correction and their effective sample size, or None.
 
-    None too where a log-probability is not finite: the loss finds that and is NaN.
+    None too where a log-probability is not finite: the loss finds that and is NaN. Tokens that a
+    re-run filter lost are not counted.
     """
     name, cap = system.correction, system.correction_cap
-    given = (old_logp, batch.sampler_logp, batch.mask)
-    if name in (None, "minimum_prefix") or not torch.isfinite(old_logp[batch.mask]).all():
+    if name in (None, "minimum_prefix"):
+        return None
+    given = (old_logp, batch.sampler_logp, found_tokens(old_logp, batch))
+    if not torch.isfinite(old_logp[given[-1]]).all():
         return None
     if name == "geometric_rejection":
         high = GEOMETRIC_BAND if cap is None else cap
@@ -154,6 +171,11 @@ def correction_weights(
     options = dict(CORRECTIONS[name]) | ({} if cap is None else {"cap": cap})
     found = importance_weights(*given, **options)
     return found.values, found.ess
+
+
+def found_tokens(logp: Tensor, batch: Rollout) -> Tensor:
+    """The mask (B, T), without the tokens that a re-run filter lost."""
+    return batch.mask & (logp != -math.inf) if batch.refilter else batch.mask
 
 
 @torch.no_grad()

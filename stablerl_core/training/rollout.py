@@ -19,6 +19,7 @@ from ..system import (
     masked_log_probs,
     record_routing,
     replay_routing,
+    rerun_filter,
     sample_tokens,
 )
 from .models import routers
@@ -26,12 +27,24 @@ from .models import routers
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 1 and no truncation sample the policy itself."""
+    """How tokens are drawn. `temperature` 1 and no truncation sample the policy itself.
+
+    `allowed` are the ids that may be drawn at all, () for all.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    allowed: tuple[int, ...] = ()
+
+    def options(self, logits: Tensor) -> dict:
+        """These settings as arguments of `sample_tokens` and `rerun_filter`, for such logits."""
+        if not self.allowed:
+            return vars(self) | {"allowed": None}
+        allowed = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        allowed[list(self.allowed)] = True
+        return vars(self) | {"allowed": allowed}
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,8 @@ class Rollout:
     `version` of the weights that sampled, the oldest if they changed underway, which `versions`
     (B, T) tell token by token; `routing` (B, S+T−1, L, k) uint8 or int16 expert ids
     for every position that was fed to the model, or None; `kept` (B, T, K) int32 ids left by
-    truncation (−1 filler), or None.
+    truncation (−1 filler), or None; with `refilter` whoever scores the tokens truncates its own
+    logits anew instead.
     """
 
     prompt: Tensor
@@ -60,6 +74,7 @@ class Rollout:
     routing: Tensor | None = None
     kept: Tensor | None = None
     versions: Tensor | None = None
+    refilter: bool = False
 
 
 def encode_prompts(
@@ -154,11 +169,12 @@ def rollout(
     with _RouterTap(model, record_routing) as tap:
         owner = torch.arange(len(prompt), device=device).repeat_interleave(group_size)
         state = _prefill(model, prompt, prompt_mask, owner)
+        options = sampling.options(state.logits)
         tap.take(None)
         for t in range(max_new_tokens):
             if logit_noise:
                 state.logits = _noised(state.logits, logit_noise, generator)
-            sample = sample_tokens(state.logits, **vars(sampling), generator=generator)
+            sample = sample_tokens(state.logits, **options, generator=generator)
             out["tokens"][state.rows, t] = sample.tokens
             out["mask"][state.rows, t] = True
             out["sampler_logp"][state.rows, t] = sample.logp.to(torch.float32)
@@ -373,8 +389,9 @@ def fed_positions(batch: Rollout) -> Tensor:
 def completion_logp(model: PreTrainedModel, batch: Rollout) -> Tensor:
     """log π of each completion token (B, T) under `model`, with its gradient.
 
-    The distribution is the one that was sampled from: same temperature, same kept sets. Values
-    at padding are arbitrary but finite.
+    The distribution is the one that was sampled from: same temperature, same kept sets; with
+    `refilter` the kept sets of the model's own logits, and −inf for a token they do not have.
+    Values at padding are arbitrary but finite.
     """
     return completion_scores(model, batch)[1]
 
@@ -382,5 +399,8 @@ def completion_logp(model: PreTrainedModel, batch: Rollout) -> Tensor:
 def completion_scores(model: PreTrainedModel, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Logits (B, T, V) of `completion_logits` and the log π (B, T) of `completion_logp`."""
     logits = completion_logits(model, batch)
+    if batch.refilter:
+        again = rerun_filter(logits, batch.tokens, **batch.sampling.options(logits))
+        return logits, again.logp.masked_fill(~batch.mask, 0)
     kept, temperature = batch.kept, batch.sampling.temperature
     return logits, masked_log_probs(logits, batch.tokens, kept, temperature)

@@ -28,12 +28,13 @@ from ..runlog import RunLog
 from ..system import mismatch_report
 from .base import options_of, starting_point
 from .checkpoint import load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
-from .config import TrainerConfig
+from .config import PolicyConfig, TrainerConfig
 from .loss import (
     NOTHING_SEEN,
     UpdateLoss,
     correction_weights,
     decide_together,
+    found_tokens,
     update_denominator,
 )
 from .models import ExpertLoad
@@ -259,16 +260,23 @@ class Trainer:
         if self.config.system.partial_tokens:
             return self._roll_partly(n)
         problems = self._draw(n, data.prompts)
-        sampling = Sampling(policy.temperature, policy.top_p, policy.top_k, policy.min_p)
+        sampling = self._sampling(policy)
         system = self.config.system
         sampler = {
             "record_routing": system.replay_routing == "R3",
             "logit_noise": system.logit_noise,
         }
         batch = self._sample(self.sampler, problems, n, 0, data.group_size, sampling, **sampler)
-        if not system.keep_sampling_mask:
-            batch = replace(batch, kept=None)
+        if system.sampling_mask != "stored":
+            batch = replace(batch, kept=None, refilter=system.sampling_mask == "rerun")
         return batch, [p for p in problems for _ in range(data.group_size)]
+
+    def _sampling(self, policy: PolicyConfig) -> Sampling:
+        allowed = ()
+        if policy.allowed:
+            allowed = self.tokenizer(policy.allowed, add_special_tokens=False).input_ids
+            allowed = tuple(sorted({*allowed, self.tokenizer.eos_token_id}))
+        return Sampling(policy.temperature, policy.top_p, policy.top_k, policy.min_p, allowed)
 
     def _roll_partly(self, n: int) -> tuple[Rollout, list[Problem]]:
         """Let the groups in flight, and new ones in the place of those trained on, grow."""
@@ -419,6 +427,9 @@ class Trainer:
         silenced, all_of_them = sum(update.silenced for update in done).tolist()
         if all_of_them:
             row["masked_tokens"] = silenced / all_of_them
+        lost, all_of_them = sum(update.lost for update in done).tolist()
+        if all_of_them:
+            row["lost_tokens"] = lost / all_of_them
         if corrected is not None:
             row["weight_ess"] = corrected[1]
         if policy.objective == "bapo":
@@ -452,7 +463,7 @@ class Trainer:
             diagnostics.append(seen)
         norm, finite = self._apply(total)
         gap = _gap(scored[rows], select_rows(batch, rows)) if len(rows) else {}
-        seen = (gap, diagnostics, loss.clip, loss.pull, loss.silenced)
+        seen = (gap, diagnostics, loss.clip, loss.pull, loss.silenced, loss.lost)
         return _Update(total, norm, finite, *seen)
 
     def _apply(self, loss: float) -> tuple[float, bool]:
@@ -554,6 +565,7 @@ class _Update:
     clip: dict[str, float | None]
     pull: Tensor
     silenced: Tensor
+    lost: Tensor
 
 
 def _check_device(name: str) -> None:
@@ -567,9 +579,10 @@ def _check_device(name: str) -> None:
 def _gap(logp: Tensor, piece: Rollout) -> dict:
     """Layer 4 signals of the rows; empty when a value is not finite, which layer 3 reports."""
     logp = logp.detach()[:, : piece.mask.shape[1]]
-    if not torch.isfinite(logp[piece.mask]).all():
+    mask = found_tokens(logp, piece)
+    if not torch.isfinite(logp[mask]).all():
         return {}
-    report = mismatch_report(logp, piece.sampler_logp, piece.mask)
+    report = mismatch_report(logp, piece.sampler_logp, mask)
     return {
         "logp_gap": report.mean_abs,
         "logp_gap_max": report.max_abs,

@@ -176,7 +176,7 @@ def test_the_off_policy_mask_silences_negative_sequences_that_moved():
 def test_without_the_kept_sets_the_trainer_scores_another_distribution():
     options = {"policy__top_p": 0.7, "probe_every": 9}
     kept = Trainer(tiny_config(**options)).step()
-    lost = Trainer(tiny_config(**options, system__keep_sampling_mask=False)).step()
+    lost = Trainer(tiny_config(**options, system__sampling_mask="none")).step()
     assert kept["logp_gap"] < 1e-5 and lost["logp_gap"] > 0.01
 
 
