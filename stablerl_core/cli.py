@@ -1,4 +1,4 @@
-"""The command `stablerl`: run · experiment."""
+"""The command `stablerl`: run · experiment · diagnose · explain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run the command, return its exit status.
 
     0 done · 2 the arguments, a file or the disk stopped it, told in one line on stderr · 130 it
-    was interrupted from the keyboard.
+    was interrupted from the keyboard. `diagnose`: 0 healthy · 1 a layer named · 3 insufficient
+    evidence.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(arguments)
@@ -38,6 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="name", required=True, metavar="command")
     _add_run(commands)
     _add_experiment(commands)
+    _add_diagnose(commands)
+    _add_explain(commands)
     return parser
 
 
@@ -75,6 +78,40 @@ def _experiment(options) -> int:
     from .experiments import run_from_command_line
 
     return run_from_command_line(options.experiment, options.seeds, options.out)
+
+
+def _add_diagnose(commands) -> None:
+    diagnose = commands.add_parser(
+        "diagnose", help="read the log of a run, of any framework, and name the layer that broke"
+    )
+    diagnose.add_argument("file", help="trainer_state.json, console output, JSONL, CSV, a folder")
+    diagnose.add_argument("--format", default="auto", help="what wrote it (default: look)")
+    diagnose.add_argument(
+        "--map", action="append", default=[], metavar="SIGNAL=COLUMN", help="take a column for"
+    )
+    diagnose.add_argument("--json", action="store_true", help="print JSON")
+    diagnose.add_argument("--html", metavar="FILE", help="also write a page with the four curves")
+    diagnose.add_argument("--watch", action="store_true", help="read again whenever it grows")
+    diagnose.set_defaults(command=_diagnose)
+
+
+def _diagnose(options) -> int:
+    from .diagnosis.command import diagnose_file
+
+    return diagnose_file(options)
+
+
+def _add_explain(commands) -> None:
+    explain = commands.add_parser("explain", help="what a signal means, and what others call it")
+    explain.add_argument("signal", nargs="?", help="its name here or in a framework; none: all")
+    explain.set_defaults(command=_explain)
+
+
+def _explain(options) -> int:
+    from .diagnosis.command import explain
+
+    print(explain(options.signal))
+    return 0
 
 
 if __name__ == "__main__":

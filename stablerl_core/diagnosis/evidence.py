@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from .log import Series, SignalLog
-from .trends import Departure, departure, fall_from_peak, level, monotone
+from .trends import Departure, departure, fall_from_peak, level, monotone, scatter
 
 # Where a healthy engine stands: bf16 kernels of two engines differ by 0.01-0.02 nats a token.
 GAP_LIMITS = {  # signal: (level at which to look, level that no precision explains)
@@ -84,18 +84,23 @@ class Evidence:
 
     @cached_property
     def rising(self) -> bool:
-        """Whether the training reward still rises over the run."""
-        return monotone(self.reward) > 0.3 and self.end_above_start(self.reward)
+        """Whether the training reward rises all over the run."""
+        return monotone(self.reward) > 0.3 and self.risen
+
+    @cached_property
+    def risen(self) -> bool:
+        """Whether the training reward ends above its start, by a tenth and more than noise."""
+        if len(self.reward) < 3:
+            return False
+        first, last = level(self.reward, "first"), level(self.reward, "last")
+        noise = scatter(self.reward.values) / np.sqrt(max(1, len(self.reward) // 5))
+        return last - first > max(4 * noise, 0.1 * abs(first), 1e-6)
 
     @cached_property
     def sinks(self) -> bool:
         """Whether the training reward drifts down, by a fifth of its start or more."""
         first, last = level(self.reward, "first"), level(self.reward, "last")
         return monotone(self.reward) < -0.2 and last < first - max(0.2 * abs(first), 0.02)
-
-    @staticmethod
-    def end_above_start(series: Series) -> bool:
-        return level(series, "last") > level(series, "first")
 
     @cached_property
     def solved(self) -> bool:

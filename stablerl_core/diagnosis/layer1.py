@@ -6,7 +6,7 @@ import numpy as np
 
 from .evidence import Evidence, number, step_name
 from .findings import Finding
-from .trends import departure, level, monotone
+from .trends import departure, fall_from_peak, level, monotone, scatter
 
 SMALLER_RATE = "A smaller learning rate or tighter clipping: the target stays as it is."
 
@@ -79,34 +79,57 @@ def tied_groups(e: Evidence) -> Finding | None:
 
 def paid_but_wrong(e: Evidence) -> Finding | None:
     """The reward rises while an evaluation, or the part that measures success, falls."""
-    if not e.rising and not _all_up(e.reward.values):
+    paid = e.risen or _all_up(e.reward.values) or level(e.reward, "last") >= _ceiling(e)
+    if not paid:
         return None
     for name, series in e.heldout.items():
-        lost = departure(series, up=False, least=0.0, factor=1.15, noises=3.0)
-        if lost and len(series) >= 4:
-            return _hack(e, name, series, lost.step, "strong")
+        lost = fall_from_peak(series) if len(series) >= 4 else None
+        if lost and lost.after < level(series, "first"):
+            return _hack(e, name, series, _leaves(series, lost.before))
+        if len(series) >= 5 and _parted(e, series):
+            return _hack(e, name, series, float(series.steps[-1]))
     for name, series in e.log.family("reward_part").items():
         told = any(word in name.lower() for word in ("acc", "correct", "answer", "solve"))
         values = series.finite().values
         if not told or len(values) < 3 or values[0] <= 0 or level(series, "last") > 0.6 * values[0]:
             continue
         if monotone(series) < -0.5 or (len(values) < 8 and np.all(np.diff(values) < 0)):
-            return _hack(e, f"reward_part:{name}", series, float(series.steps[1]), "strong")
+            return _hack(e, f"reward_part:{name}", series, float(series.steps[1]))
     return None
+
+
+def _ceiling(e: Evidence) -> float:
+    """What a reward must reach to be called high: 95 % of its largest value ever logged."""
+    return 0.95 * float(e.reward.values.max()) if len(e.reward) else np.inf
+
+
+def _leaves(series, peak: float) -> float:
+    """The step after which an evaluation never again reached nine tenths of its peak."""
+    high = np.flatnonzero(series.values >= 0.9 * peak)
+    return float(series.steps[min(int(high[-1]) + 1, len(series) - 1)])
+
+
+def _parted(e: Evidence, series) -> bool:
+    """Reward and evaluation, alike at the start, are apart at the end."""
+    begun = abs(level(e.reward, "first") - level(series, "first"))
+    ended = level(e.reward, "last") - level(series, "last")
+    alike = begun < 0.3 * max(abs(level(series, "first")), 0.05)
+    noise = scatter(series.values) + scatter(e.reward.values)
+    return alike and e.risen and ended > max(0.2, 3 * noise, 2 * begun)
 
 
 def _all_up(values: np.ndarray) -> bool:
     return 3 <= len(values) < 8 and values[-1] > 1.15 * values[0] > 0
 
 
-def _hack(e: Evidence, name: str, series, step: float, strength: str) -> Finding:
+def _hack(e: Evidence, name: str, series, step: float) -> Finding:
     return Finding(
         *(1, name, step),
         f"the reward rises from {number(level(e.reward, 'first'))} to "
-        f"{number(level(e.reward, 'last'))} while {name.split(':')[-1]} falls from "
+        f"{number(level(e.reward, 'last'))} while {name.split(':')[-1]} goes from "
         f"{number(level(series, 'first'))} to {number(level(series, 'last'))}",
         "what is paid and what is wanted move apart: the reward is being bought",
-        strength,
+        "strong",
         check_first="Read the best-paid completions of the last steps, and score them with an "
         "independent strict verifier.",
         do_not="A KL penalty, clipping or a lower rate: they delay the hack and keep the target.",

@@ -24,13 +24,16 @@ class Departure:
 
 
 def scatter(values: np.ndarray) -> float:
-    """Standard deviation of the noise around a slow curve, from the differences of neighbours.
+    """Standard deviation of the noise around a slow curve, from how neighbours differ.
 
-    1.4826 · median|x_{t+1} − x_t| / √2: a trend or a single spike hardly changes it.
+    1.4826 · median|x_{t+1} − x_t| / √2, or with second differences in place of the first and √6,
+    whichever is less: a slope raises the one, a single step the other.
     """
     if len(values) < 2:
         return 0.0
-    return float(1.4826 * np.median(np.abs(np.diff(values))) / np.sqrt(2))
+    orders = {1: 2.0, 2: 6.0} if len(values) > 3 else {1: 2.0}
+    jumps = {n: np.median(np.abs(np.diff(values, n))) for n in orders}
+    return float(min(1.4826 * jumps[n] / np.sqrt(orders[n]) for n in orders))
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
