@@ -6,6 +6,8 @@ from pathlib import Path
 from . import (
     balance,
     clipping,
+    correction_bias,
+    corrections,
     kl_entropy,
     kl_gradient,
     long_sequences,
@@ -31,6 +33,8 @@ CHAPTERS = (
     stages,
     off_policy,
     silent_collapse,
+    correction_bias,
+    corrections,
 )
 EXPERIMENTS = {e.name: e for chapter in CHAPTERS for e in chapter.ALL}
 
