@@ -8,11 +8,13 @@ from . import (
     clipping,
     correction_bias,
     corrections,
+    keep_routing,
     kl_entropy,
     kl_gradient,
     long_sequences,
     off_policy,
     opening,
+    routing_flips,
     schedules,
     silent_collapse,
     stages,
@@ -35,6 +37,8 @@ CHAPTERS = (
     silent_collapse,
     correction_bias,
     corrections,
+    routing_flips,
+    keep_routing,
 )
 EXPERIMENTS = {e.name: e for chapter in CHAPTERS for e in chapter.ALL}
 
