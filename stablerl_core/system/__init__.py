@@ -33,6 +33,13 @@ from .sampling import (
     rerun_filter,
     sample_tokens,
 )
+from .speculative import (
+    SpeculativeRollout,
+    Verified,
+    draft_acceptance,
+    speculative_rollout,
+    verify_draft,
+)
 from .staleness import (
     Admission,
     StalenessReport,
@@ -79,14 +86,17 @@ __all__ = [
     "SafeVocabulary",
     "Sample",
     "SamplingRecorder",
+    "SpeculativeRollout",
     "StalenessReport",
     "SyncFault",
     "SyncReport",
     "TokenizationDrift",
     "TrainedBatch",
+    "Verified",
     "catastrophic_veto",
     "compare_fingerprints",
     "compare_routing",
+    "draft_acceptance",
     "fingerprints",
     "fresh_sequences",
     "geometric_rejection",
@@ -110,9 +120,11 @@ __all__ = [
     "safe_vocabulary",
     "sample_tokens",
     "simulate_queues",
+    "speculative_rollout",
     "staleness_report",
     "token_staleness",
     "too_old",
+    "verify_draft",
     "version_lists",
     "weight_threshold_mask",
 ]
