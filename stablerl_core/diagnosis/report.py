@@ -123,7 +123,7 @@ def _panels(diagnosis: Diagnosis):
         if panel.layer == 1 and "reward" not in log and "reward_shaped" in log:
             panel = replace(panel, left=("reward_shaped", "heldout_accuracy"))
         marks = [
-            (finding.first_step, finding.evidence)
+            (finding.first_step, _printable(finding.evidence))
             for finding in (*diagnosis.findings, *diagnosis.consequences)
             if finding.layer == panel.layer
         ]
@@ -161,6 +161,7 @@ def figure(diagnosis: Diagnosis):
             axis.axvline(step, color="black", lw=1, ls="--")
         axis.set_title(f"Layer {panel.layer}: {panel.title}", fontsize=10)
         axis.set_xlabel("step")
-        axis.legend(fontsize=7, loc="best")
+        if axis.has_data():
+            axis.legend(fontsize=7, loc="best")
     drawn.suptitle(f"{diagnosis.verdict} (confidence: {diagnosis.confidence})")
     return drawn
