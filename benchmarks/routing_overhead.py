@@ -1,4 +1,4 @@
-"""What recording the routing costs: rollouts with it over rollouts without it, in turn.
+"""What recording costs: rollouts that keep the routing, or top-p's kept sets, over plain ones.
 
 python benchmarks/routing_overhead.py [--family F] [--scale cpu|gpu] [--prompts N] [--new-tokens N]
                                       [--rounds N] [--quick] [--threads N] [--json FILE]
@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,36 +20,62 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from stablerl_core.system import RoutingRecord, record_routing, replay_routing
-from stablerl_core.training import small_moe
+from stablerl_core.rewards import task_by_name
+from stablerl_core.system import (
+    KeptSets,
+    RoutingRecord,
+    record_routing,
+    replay_routing,
+    sampling,
+)
+from stablerl_core.training import RECIPES, Sampling, load_base, small_moe
 from stablerl_core.training.models import FAMILIES
 from stablerl_core.training.provenance import provenance
-from stablerl_core.training.rollout import Rollout, completion_logp, rollout
+from stablerl_core.training.rollout import Rollout, completion_logp, encode_prompts, rollout
 
-GROUP, PROMPT, WARM_UP = 8, 16, 2
+GROUP, WARM_UP = 8, 2
+TOP_P = 0.9
 NEVER = -1  # no completion ends early: both sides sample the same number of tokens
 
 
 class Bench:
-    """One model and one batch of random prompts; each measured part draws the same tokens."""
+    """One model and one batch of prompts; each measured part draws the same tokens.
+
+    The shipped base model with problems of its task where there is one, because fresh weights keep
+    nearly every token; else fresh weights and random prompts.
+    """
 
     def __init__(self, args: argparse.Namespace):
-        device = "cuda" if args.scale == "gpu" else "cpu"
-        self.model, tokenizer = small_moe(f"{args.family}-{args.scale}", device=device)
-        ids = torch.randint(3, len(tokenizer), (args.prompts, PROMPT), generator=_generator("cpu"))
-        self.prompt, self.new_tokens, self.device = ids.to(device), args.new_tokens, device
+        self.device = "cuda" if args.scale == "gpu" else "cpu"
+        preset = f"{args.family}-{args.scale}"
+        if f"{preset}-sort" in RECIPES:
+            self.model, tokenizer = load_base(f"{preset}-sort", self.device)
+            asked = [p.prompt for p in task_by_name("sort").sample("train", args.prompts, seed=0)]
+            self.prompt, self.mask = encode_prompts(tokenizer, asked, self.device)
+        else:
+            self.model, tokenizer = small_moe(preset, device=self.device)
+            ids = torch.randint(3, len(tokenizer), (args.prompts, 16), generator=_generator("cpu"))
+            self.prompt = ids.to(self.device)
+            self.mask = torch.ones_like(self.prompt, dtype=torch.bool)
+        self.new_tokens, self.end = args.new_tokens, tokenizer.eos_token_id
 
-    def rollout(self, recorded: bool = False) -> Rollout:
+    def rollout(self, recorded: bool = False, top_p: float = 1.0, end: int = NEVER) -> Rollout:
         return rollout(
             self.model,
             self.prompt,
-            torch.ones_like(self.prompt, dtype=torch.bool),
+            self.mask,
             group_size=GROUP,
             max_new_tokens=self.new_tokens,
-            eos_token_id=NEVER,
+            eos_token_id=end,
             generator=_generator(self.device),
+            sampling=Sampling(top_p=top_p),
             record_routing=recorded,
         )
+
+    def truncated(self, kept: bool) -> Rollout:
+        """Top-p sampling, with the ids that were kept or without."""
+        with nullcontext() if kept else _ids_thrown_away():
+            return self.rollout(top_p=TOP_P)
 
     def listened(self) -> list[RoutingRecord]:
         """The same with `record_routing` around it."""
@@ -63,6 +89,16 @@ class Bench:
         with nullcontext() if parts is None else replay_routing(self.model, parts):
             completion_logp(self.model, free).sum().backward()
         self.model.zero_grad()
+
+
+@contextmanager
+def _ids_thrown_away():
+    """Truncated sampling that makes no list of ids: what the sampler did before it kept any."""
+    compact, sampling._compact = sampling._compact, lambda keep: None
+    try:
+        yield
+    finally:
+        sampling._compact = compact
 
 
 def _generator(device: str) -> torch.Generator:
@@ -111,10 +147,15 @@ def measure(args: argparse.Namespace) -> dict:
     """All ratios, and the bytes that a token's routing takes."""
     bench = Bench(args)
     batch = bench.rollout(recorded=True)
-    parts = scoring_parts(batch)
+    parts, kept = scoring_parts(batch), bench.rollout(top_p=TOP_P, end=bench.end)
+    sets = KeptSets.of(kept.kept, kept.mask)
     cases = {
         "rollout, its own tap": (bench.rollout, lambda: bench.rollout(True)),
         "rollout, record_routing": (bench.rollout, bench.listened),
+        f"rollout with top-p {TOP_P}, kept set": (
+            lambda: bench.truncated(False),
+            lambda: bench.truncated(True),
+        ),
         "scoring and gradient, replay_routing": (
             lambda: bench.score(batch, None),
             lambda: bench.score(batch, parts),
@@ -129,6 +170,8 @@ def measure(args: argparse.Namespace) -> dict:
         "sampled_tokens": int(batch.mask.sum()),
         "bytes_per_token": parts[1].bytes_per_token,
         "record_bytes": batch.routing.nbytes,
+        "kept_bytes_per_token": sets.bytes_per_token,
+        "kept_table_bytes_per_token": kept.kept.nbytes / int(kept.mask.sum()),
     }
 
 
@@ -144,7 +187,9 @@ def table(result: dict) -> str:
         )
     lines.append(
         f"\n{result['bytes_per_token']} bytes a token, {result['record_bytes']} bytes for "
-        f"{result['sampled_tokens']} sampled tokens and their prompts"
+        f"{result['sampled_tokens']} sampled tokens and their prompts; kept sets: "
+        f"{result['kept_bytes_per_token']:.1f} bytes a token without filler, "
+        f"{result['kept_table_bytes_per_token']:.0f} as the rollout's table"
     )
     return "\n".join(lines)
 
