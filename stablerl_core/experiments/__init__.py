@@ -18,6 +18,7 @@ from . import (
     schedules,
     silent_collapse,
     stages,
+    two_policies,
 )
 from .experiment import Experiment
 from .figures import draw_band, small_multiples
@@ -39,6 +40,7 @@ CHAPTERS = (
     corrections,
     routing_flips,
     keep_routing,
+    two_policies,
 )
 EXPERIMENTS = {e.name: e for chapter in CHAPTERS for e in chapter.ALL}
 
