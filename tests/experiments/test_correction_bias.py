@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 
+from stablerl_core.experiments import correction_bias
 from stablerl_core.experiments.correction_bias import (
     METHODS,
     SAMPLERS,
@@ -16,12 +17,15 @@ from stablerl_core.experiments.correction_bias import (
     coefficients,
     drawn_of,
     factors,
+    gradients_of,
     half,
     measure_length,
+    measure_model,
     model_gradients,
     sampled_log_products,
     sequence_ess,
 )
+from stablerl_core.training import SystemConfig
 from stablerl_core.training.rollout import completion_logp
 
 SEEDS = range(3)
@@ -186,3 +190,33 @@ def test_pruning_reaches_the_models_rollout_and_its_mass():
     assert (drawn.whole_logp <= drawn.logp + 1e-5)[drawn.mask].all()
     assert 0.5 < factors(coefficients("pruned", drawn), drawn)["mass"] < 0.999
     assert math.isclose(factors(coefficients("pruned", drawn), drawn)["ess"], 1, rel_tol=1e-6)
+
+
+def test_the_way_towards_the_sampler_and_the_truth_come_from_the_same_prompts():
+    found, shares = gradients_of(SAMPLERS["int4"], 1, 0, prompts=2)
+    assert set(found) == {*METHODS, "truth", "imitate"} and set(shares) == {*METHODS, "truth"}
+    model, batch, advantages = half(SAMPLERS["int4"], 1, 0, prompts=2)
+    loss = torch.where(batch.mask, completion_logp(model, batch), 0.0).sum() / len(batch.tokens)
+    way = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    assert (found["imitate"] - way).norm() < 1e-4 * way.norm()
+    model, batch, advantages = half(SystemConfig(), 1, 0, prompts=2)
+    logp = completion_logp(model, batch)
+    loss = torch.where(batch.mask, advantages * logp, 0.0).sum() / len(batch.tokens)
+    true = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    assert (found["truth"] - true).norm() < 1e-4 * true.norm()
+
+
+def test_a_row_holds_products_of_independent_halves(monkeypatch):
+    """Each method's gradient is 2 in one half and 3 in the other, the true one 1 and 5."""
+
+    def halves(system, n, seed, prompts):
+        names = {m: 1.0 + n for m in METHODS} | {"truth": 4.0 * n - 3, "imitate": 10.0 * n}
+        found = {name: torch.tensor([x, 0.0]).double() for name, x in names.items()}
+        return found, {m: {"mass": float(n)} for m in METHODS}
+
+    monkeypatch.setattr(correction_bias, "gradients_of", halves)
+    row = measure_model("int4", 0, prompts=4)[0]
+    expected = {"bias2": (2 - 1) * (3 - 5), "size2": 5, "length2": 6, "along": (2 * 5 + 3) / 2}
+    expected |= {"noise": (1 / 2) * 32, "toward": (2 * 20 + 3 * 10) / 2, "way2": 200}
+    expected |= {"true_toward": (20 + 5 * 10) / 2, "step": 0, "mass": 1.0}
+    assert row == pytest.approx(expected)

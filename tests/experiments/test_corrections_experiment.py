@@ -30,12 +30,14 @@ def test_arms_differ_from_the_exact_one_in_their_system(updates):
         assert config == expected, name
 
 
-def test_the_two_controls_change_one_thing_of_the_wrong_run():
+@pytest.mark.parametrize("mismatch", MISMATCH)
+def test_the_controls_change_one_thing(mismatch):
     arms = EXPERIMENTS["corrections_1"].arms
-    (wrong,), (slower,) = arms["noise_mu_as_old"], arms["noise_slower"]
-    rate = wrong.numerics.learning_rate
-    assert slower == replace(wrong, numerics=replace(wrong.numerics, learning_rate=rate / 3))
-    (free,) = arms["noise_unclipped"]
+    for name, slower in (("mu_as_old", "slower"), ("recompute", "recompute_slower")):
+        (plain,), (slow,) = arms[f"{mismatch}_{name}"], arms[f"{mismatch}_{slower}"]
+        third = plain.numerics.learning_rate / 3
+        assert slow == replace(plain, numerics=replace(plain.numerics, learning_rate=third))
+    (wrong,), (free,) = arms[f"{mismatch}_mu_as_old"], arms[f"{mismatch}_unclipped"]
     assert free == replace(wrong, policy=free.policy)
     assert (free.policy.clip_low, free.policy.clip_high) == (1.0, 1e6)
 
