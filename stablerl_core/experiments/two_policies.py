@@ -256,12 +256,10 @@ def seen(trainer_logp: Tensor, batch: Rollout) -> dict:
 
 
 def by_layer(model: nn.Module, sampler: nn.Module, batch: Rollout) -> dict:
-    """How the difference between two engines grows through the model, and the bound it implies.
+    """How the difference between two engines grows through the model.
 
     `hidden_<i>`: ‖h − h'‖ / ‖h‖ over the known columns, after the embedding (0), each layer, and
-    the last layer's norm; `logits`: the same of the logits less their mean. With ε half the range
-    of a column's logit errors, |Δ log p| ≤ log(p + (1 − p) e^{2ε}): `bound_used` is Σ|Δ| over the
-    sum of these bounds, `bound_broken` the share of tokens above theirs.
+    the last layer's norm; `logits`: the same of the logits less their mean.
     """
     ids, known, counted = _columns(batch, False)
     given = {"attention_mask": known.long(), "position_ids": _positions(known)}
@@ -271,13 +269,24 @@ def by_layer(model: nn.Module, sampler: nn.Module, batch: Rollout) -> dict:
     states[-1] = tuple(x - x.mean(-1, keepdim=True) for x in states[-1])
     names = [*(f"hidden_{i}" for i in range(len(a.hidden_states))), "logits"]
     row = {n: float((x - y).norm() / x.norm()) for n, (x, y) in zip(names, states, strict=True)}
-    logp = [_next_logp(out.logits.double(), ids)[counted] for out in (a, b)]
-    error = (a.logits.double() - b.logits.double())[:, :-1][counted[:, 1:]]
+    pairs = [out.logits[:, :-1][counted[:, 1:]].double() for out in (a, b)]
+    return row | against_bound(*pairs, ids[counted])
+
+
+def against_bound(logits: Tensor, other: Tensor, tokens: Tensor) -> dict:
+    """How much of |Δ log p| ≤ log(p + (1 − p) e^{2ε}) is used, and how often it is broken.
+
+    logits, other (N, V) of two engines, tokens (N,) drawn from `other`, whose p it is. ε is half
+    the range of the N-th row's errors: a shift of all logits changes nothing. `bound_used`:
+    Σ|Δ| over the sum of the bounds; `bound_broken`: the share of tokens above theirs.
+    """
+    logp = [x.log_softmax(-1).gather(1, tokens[:, None])[:, 0] for x in (logits, other)]
+    error = logits - other
     twice = error.amax(-1) - error.amin(-1)
     bound = torch.log1p(-torch.expm1(logp[1]) * torch.expm1(twice))
     gap = (logp[0] - logp[1]).abs()
     broken = gap > bound * (1 + 1e-9) + 1e-12
-    return row | {
+    return {
         "bound_used": float(gap.sum() / bound.sum()) if bound.any() else 0.0,
         "bound_broken": float(broken.double().mean()),
     }
