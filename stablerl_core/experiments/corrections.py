@@ -7,8 +7,7 @@ steps), `corrections_8` eight (four minibatches, two passes; 2.5e-4, 20 steps); 
 × 8 completions, GRPO, gradients clipped at 1.
 
 `recompute`: π_old from the trainer and nothing else. `mu_as_old`: log μ stands for log π_old.
-`unclipped`: the same without a clip. `slower`: the same at a third of the rate, beside
-`recompute_slower`. `pruned`: tokens
+`unclipped`: the same without a clip. `slower`: the same at a third of the rate. `pruned`: tokens
 below 5 % of the likeliest are not drawn, and trainer and sampler renormalise. `opsm`: δ = 0.05.
 `geometric_rejection`: a band of 0.5 to 2, since verl's 1.001 would leave next to nothing. The
 others as in `CORRECTIONS`. "Accuracy" is held-out accuracy, mean of the last two evaluations,
@@ -34,8 +33,6 @@ one seed of the gradients in `correction_gradient`; before the repeated runs:
 7. `int4`: `recompute`, `tis` and `sequence_tis` end within 0.1 of each other and of `exact` at each
    reuse: a mismatch of 0.02 nats a token asks for no correction here. `mu_as_old` is below them at
    four and eight updates.
-8. Added after five seeds of the rest: at a third of the rate `recompute_slower` ends above `slower`
-   with either mismatch, and `int4_unclipped` at least 0.1 above `int4_mu_as_old`.
 """
 
 from __future__ import annotations
@@ -49,6 +46,14 @@ STEPS = {1: 40, 4: 30, 8: 20}
 EVAL_EVERY = {1: 10, 4: 10, 8: 5}
 MISMATCH = {"noise": {"logit_noise": 1.5}, "int4": {"sampler_precision": "int4"}}
 UNCLIPPED = 1e6
+
+ADDED = """
+Added to `corrections_1` after five seeds of the rest: `recompute_slower`, and `slower` and
+`unclipped` with 4-bit weights.
+
+8. At a third of the rate `recompute_slower` ends above `slower` with either mismatch.
+   `int4_unclipped` ends at least 0.1 above `int4_mu_as_old`.
+"""
 
 Arm = tuple[TrainerConfig, ...]
 
@@ -109,7 +114,7 @@ def arms(updates: int, noise: tuple[str, ...] = MAIN) -> dict[str, Arm]:
 ALL = (
     Experiment(
         "corrections_1",
-        __doc__,
+        __doc__ + ADDED,
         arms(1)
         | {
             **{
