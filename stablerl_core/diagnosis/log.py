@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..runlog import RunLog
-from .signals import signal_of
+from .signals import SIGNALS, signal_of
 
 
 class LogError(ValueError):
@@ -126,7 +126,8 @@ def signal_log(log: RunLog | SignalLog) -> SignalLog:
     """Our own `RunLog` as a `SignalLog`; one that already is passes through."""
     if isinstance(log, SignalLog):
         return log
-    names = sorted({name for row in log for name in row} - {"step"})
+    logged = {name for row in log for name in row} - {"step"}
+    names = [name for name in SIGNALS if name in logged]
     signals = {}
     for name in names:
         steps, values = log.series(name)

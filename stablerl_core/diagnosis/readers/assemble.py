@@ -57,17 +57,23 @@ class Assembly:
 
     def log(self, names: Mapping[str, str]) -> SignalLog:
         """The finished log; `names` maps signals to columns by order of the caller."""
+        with np.errstate(invalid="ignore", over="ignore"):  # inf − inf is NaN, as it should be
+            return self._log(names)
+
+    def _log(self, names: Mapping[str, str]) -> SignalLog:
         self.source.finish(self.warnings)
-        if len(self.ask.runs) > 1 and self.ask.run is None:
-            self._one_label()
+        self._one_label()
         chosen = self._choose(names)
         if not chosen:
             raise LogError(self._nothing())
-        rows, restarts = self._run()
+        rows, restarts = self._run([column for _, column, _ in chosen.values()])
         clean = {
-            s: self._series(entry, column, rows, restarts)
-            for s, (entry, column, _) in chosen.items()
+            signal: self._series(entry, column, rows, restarts)
+            for signal, (entry, column, _) in chosen.items()
         }
+        clean = {signal: c for signal, c in clean.items() if len(c.series)}
+        if not clean:
+            raise LogError(self._nothing())
         self._report(clean, restarts)
         return self._build(chosen, clean, restarts)
 
@@ -106,7 +112,7 @@ class Assembly:
             options.sort(key=lambda option: option[0])
             (key, entry, column, guessed), others = options[0], options[1:]
             chosen[signal] = (entry, column, guessed)
-            same = [o[2].name for o in others if o[0][:2] == key[:2]]
+            same = [o[2].name for o in others if o[0][:2] == key[:2] or guessed and o[3]]
             if same:
                 self.warnings.append(
                     f"{signal}: {shown(column.name)} was taken, not {listed(same, 3)}, which could "
@@ -145,12 +151,20 @@ class Assembly:
     # --- which rows are the run ---
 
     def _one_label(self) -> None:
-        """Columns that name runs must name one; `run` and `run_id` may name the same one."""
+        """A column that names runs must name one, or the one asked for."""
         by_name: dict[str, list[str]] = {}
         for label in self.ask.runs:
             by_name.setdefault(label.split("=", 1)[0], []).append(label)
-        for labels in by_name.values():
-            choose_run(labels, None) if len(labels) > 1 else None
+        if self.ask.run is None:
+            for labels in by_name.values():
+                choose_run(labels, None)
+        elif by_name and not self._labelled():
+            choose_run(list(self.ask.runs), self.ask.run)
+
+    def _labelled(self) -> bool:
+        """Whether the run asked for was picked by its name, not by its place in the file."""
+        labels = {part for label in self.ask.runs for part in (label, label.split("=", 1)[1])}
+        return self.ask.run in labels or self.source.facts.get("run") == self.ask.run
 
     def _steps(self) -> np.ndarray:
         steps = np.array(self.table.steps)
@@ -190,10 +204,10 @@ class Assembly:
             steps = np.where(axes == 1, steps * round(each), steps)
         return steps
 
-    def _run(self):
+    def _run(self, columns: list[Column]):
         """Steps of the rows, the range of rows of the one run, and where it was resumed."""
         steps = self._steps()
-        main = max(self.table.stored(), key=lambda c: len(c.values))
+        main = max(columns, key=lambda c: len(c.values))
         rows = main.row_numbers()
         runs = split_runs(rows, steps[rows])
         jumps = sum(len(r[1]) for r in runs) + len(runs) - 1
@@ -202,19 +216,21 @@ class Assembly:
                 f"the step goes back {jumps} times in {len(rows)} rows: not one run's steps"
             )
         starts = [start for start, _ in runs] + [len(steps)]
-        at = 0
-        if len(runs) > 1:
-            by_number = self.ask.run if self.ask.run not in self.ask.runs else None
-            names = [str(n + 1) for n in range(len(runs))]
-            if by_number is None:
-                where = [f"row {s + 1}" for s in starts[1:-1]]
-                raise LogError(
-                    f"the file holds {len(runs)} runs, its step goes back to the start at "
-                    f"{listed(where)}: choose one with run=1 to {len(runs)}"
-                )
-            at = names.index(choose_run(names, by_number))
+        at = self._place(starts)
         self._mean = self._several_values_a_step(steps, rows, starts[at], starts[at + 1])
         return (steps, starts[at], starts[at + 1]), runs[at][1]
+
+    def _place(self, starts: list[int]) -> int:
+        """Which of the runs that follow each other in the file is to be read."""
+        asked = None if self._labelled() else self.ask.run
+        numbers = [str(n + 1) for n in range(len(starts) - 1)]
+        if asked is None and len(numbers) > 1:
+            rows = listed([f"row {start + 1}" for start in starts[1:-1]])
+            raise LogError(
+                f"the file holds {len(numbers)} runs, its step goes back to the start at {rows}: "
+                f"choose one with run=1 to {len(numbers)}"
+            )
+        return 0 if asked is None else numbers.index(choose_run(numbers, asked))
 
     def _several_values_a_step(self, steps, rows, start, end) -> bool:
         """Whether most steps are logged several times: then their mean is taken, not the last."""
@@ -267,8 +283,9 @@ class Assembly:
 
     def _build(self, chosen, clean, restarts) -> SignalLog:
         signals, mapping, unmapped = {}, [], []
-        for signal, (entry, column, guessed) in chosen.items():
-            series, entry = self._checked(clean[signal].series, entry, guessed)
+        for signal in clean:
+            entry, column, guessed = chosen[signal]
+            series, entry = self._checked(clean[signal].series, entry)
             if series is None:
                 continue
             signals[signal] = series
@@ -310,7 +327,7 @@ class Assembly:
             facts["run"] = self.ask.run
         return {"container": self.source.kind, **facts}
 
-    def _checked(self, series: Series, entry: Entry, guessed: bool):
+    def _checked(self, series: Series, entry: Entry):
         """Is a share a share, and entropy not minus entropy? Repaired, or not used, with a word."""
         finite = series.finite().values
         if not len(finite) or self.own:

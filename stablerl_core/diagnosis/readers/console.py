@@ -40,7 +40,7 @@ class Console:
 def rows(lines: Lines, state: Console) -> Iterator[Row]:
     """The rows of a console log."""
     for raw in lines:
-        if len(raw) < 8 or not _WORTH.search(raw):
+        if state.block != "skyrl" and not _WORTH.search(raw):
             continue
         line = _RAY.sub("", plain(raw)) if "\x1b" in raw or "pid=" in raw else raw
         for kind, reader in _READERS:

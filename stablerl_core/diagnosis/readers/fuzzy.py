@@ -171,20 +171,20 @@ def words(column: str) -> str:
 
 @lru_cache(maxsize=8192)
 def guess(column: str) -> Entry | None:
-    """What an unknown column probably is, or None; `Entry.rank` prefers the plainer name."""
+    """What an unknown column probably is, or None; the earlier rule and shorter name go first."""
     name = words(column)
-    for pattern, signal, note in _COMPILED:
+    for rank, (pattern, signal, note) in enumerate(_COMPILED):
         if pattern.fullmatch(name):
-            return _entry(column, signal, note)
+            return _entry(column, signal, note, rank)
     found = _PART.fullmatch(name)
     part = next((g for g in found.groups() if g), None) if found else None
     if part and not _NO_PART.search(part):
-        return _entry(column, f"reward_part:{part.replace(' ', '_')}", "")
+        return _entry(column, f"reward_part:{part.replace(' ', '_')}", "", len(_COMPILED))
     return None
 
 
-def _entry(column: str, signal: str, note: str) -> Entry:
+def _entry(column: str, signal: str, note: str, rank: int) -> Entry:
     meaning = signal_of(signal).meaning
     text = f"{meaning}; {note}" if note else meaning
     offset = 1.0 if signal == "expert_load_max" else 0.0
-    return Entry(column, signal, text, 1.0, offset, len(column))
+    return Entry(column, signal, text, 1.0, offset, 1000 * rank + len(column))

@@ -166,7 +166,12 @@ def step_of(record: dict, source: Source, ask: Ask) -> tuple[float, int]:
 
 
 def _wanted_run(record: dict, ask: Ask) -> bool:
-    """Whether a record belongs to the run asked for, by the columns that name one."""
+    """Whether a record belongs to the run asked for, by the columns that name one.
+
+    The Hugging Face Trainer's summary of the whole run, its last row, belongs to no step.
+    """
+    if "train_runtime" in record:
+        return False
     for name in LABELS:
         value = record.get(name)
         if value is None or value == "" or type(value) in (dict, list, float):
@@ -314,8 +319,8 @@ def _console(lines: Lines, path: Path, ask: Ask, text: str) -> Source:
             if math.isfinite(row.step):
                 source.step_names["step"] = None
                 yield row.step, row.items, axis, row.bar
-                continue
-            yield _row(dict(row.items), source, ask, axis, row.bar)
+            elif _wanted_run(record := dict(row.items), ask):
+                yield _row(record, source, ask, axis, row.bar)
 
     source.rows = rows()
     source.facts["console"] = state.seen
@@ -366,7 +371,9 @@ def open_folder(folder: Path, ask: Ask) -> Source:
         p.name: p for p in sorted(folder.iterdir()) if p.is_dir() and tensorboard.event_files(p)
     }
     if ask.run in inner:
-        return _events(tensorboard.event_files(inner[ask.run]), ask)
+        source = _events(tensorboard.event_files(inner[ask.run]), ask)
+        source.facts["run"] = ask.run
+        return source
     if len(inner) == 1:
         return _events(tensorboard.event_files(*inner.values()), ask)
     if inner:

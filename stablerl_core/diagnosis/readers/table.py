@@ -48,10 +48,8 @@ class Column:
         self.values = array("d")
 
     def add(self, row: int, value: float) -> None:
+        """Add a value that does not stand in the row after the last."""
         if self.rows is None:
-            if row == self.first + len(self.values):
-                self.values.append(value)
-                return
             self.rows = array("q", range(self.first, self.first + len(self.values)))
         if self.rows and self.rows[-1] == row:  # named twice in one row: the last counts
             self.values[-1] = value
@@ -86,15 +84,23 @@ class Table:
         row, columns = len(self.steps), self.columns
         training = False
         for name, raw in items:
+            column = columns.get(name, 0)
+            if column is None:
+                continue
             value = raw if type(raw) is float else number(raw)
             if value is None:
                 continue
-            column = columns.get(name, 0)
             if column == 0:
                 column = self._new(name, row)
-            if column is not None:
+                if column is None:
+                    continue
+            values = column.values
+            if column.rows is None and row == column.first + len(values):
+                values.append(value)  # every row has had one: the common case, kept short
+            else:
                 column.add(row, value)
-                training = training or not name.startswith("eval")
+            if not training:
+                training = not name.startswith("eval")
         self._count(step, training, axis, bar)
 
     def _count(self, step: float, training: bool, axis: int, bar: float) -> None:

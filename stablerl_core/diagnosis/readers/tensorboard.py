@@ -28,7 +28,7 @@ class EventFile:
             except error:
                 self.torn = True
                 return
-            items = [(v.tag, _scalar(v)) for v in event.summary.value]
+            items = [(_tag(v.tag), _scalar(v)) for v in event.summary.value]
             items = [(tag, value) for tag, value in items if value is not None]
             if items:
                 yield float(event.step), items
@@ -45,6 +45,11 @@ class EventFile:
                     self.torn = True
                     return
                 yield record[:-4]
+
+
+def _tag(tag: str | bytes) -> str:
+    """protobuf hands over as bytes what is not UTF-8."""
+    return tag if type(tag) is str else tag.decode(errors="replace")
 
 
 def is_record(head: bytes) -> bool:

@@ -517,6 +517,7 @@ class Dialect:
 
     def names(self, column: str) -> list[str]:
         """The column's name, and without a tracker's prefix."""
+        column = tidy(column)
         bare = (new + column[len(old) :] for old, new in self.prefixes if column.startswith(old))
         return [column, *bare]
 
@@ -541,7 +542,7 @@ DIALECTS: dict[str, Dialect] = {
             TRL,
             r"(train/)?(eval_)?(reward_std|frac_reward_zero_std|completion_length|completions/.+"
             r"|rewards/.+|clip_ratio/.+|sampling/.+|rollout_correction/.+|objective/.+"
-            r"|policy/approxkl_avg|global_step/max_steps|train_runtime)",
+            r"|policy/approxkl_avg|global_step/max_steps)",
             ("step", "train/global_step", "global_step/max_steps", "iteration", "global_step"),
             (("train/", ""), ("eval/", "eval_")),
             _HF_NOTES,
@@ -684,8 +685,17 @@ def _match(dialect: str, column: str) -> Entry | None:
     return None
 
 
+def tidy(column: str) -> str:
+    """A name without unsloth's blanks around its slashes and ROLL's `@sum` at its end."""
+    return _UNTIDY.sub(lambda m: "/" if "/" in m[0] else "", column)
+
+
+_UNTIDY = re.compile(r"\s*/\s*|@(?:sum|mean|max|min)$")
+
+
 def recognise(columns) -> Dialect | None:
     """The framework whose names most of the columns are; None without a name only it writes."""
+    columns = [tidy(c) for c in columns]
     best, most = None, 0
     for dialect in DIALECTS.values():
         if not any(dialect.marks.fullmatch(c) for c in columns):
