@@ -168,10 +168,11 @@ def arm(
     updates: int = 1,
     rate: float = 5e-4,
     max_grad_norm: float = 1.0,
+    steps: int = 0,
 ) -> partial:
     """One arm: its sampler and its routing, the number of updates, and the rest as above."""
     config = TrainerConfig(
-        steps=40 if updates == 1 else 30,
+        steps=steps or (40 if updates == 1 else 30),
         data=DataConfig(prompts=16, eval_every=EVERY),
         policy=PolicyConfig(minibatches=updates),
         numerics=NumericsConfig(learning_rate=rate, max_grad_norm=max_grad_norm),
@@ -227,4 +228,25 @@ EXACT = Measured(
         for kind in (None, "R2")
     },
 )
-ALL = (FAULT, KEPT, EXACT)
+PATIENCE = Measured(
+    name="routing_patience",
+    prediction="""Does a lower learning rate repair the run of `routing_fault`, or delay its failure?
+A third of the rate, 5e-4/3, and three times the steps, 120, so that AdamW can go as far as in 40
+steps at the full rate. Written after `routing_fault` had refuted that `slower` repairs nothing
+(0.50 after 40 steps, 0.39 at the start, 0.59 for `exact`), before these runs:
+
+1. `slower` (routers in two bits) ends below what it had at steps 30 and 40, in most seeds.
+2. `exact` (routers exact, the same rate) ends above 0.55, more than 0.15 above `slower`.
+""",
+    arms={
+        "exact": arm(HALF, rate=5e-4 / 3, steps=120),
+        "slower": arm(HALF, fault=coarse_router, rate=5e-4 / 3, steps=120),
+    },
+)
+ALL = (FAULT, KEPT, EXACT, PATIENCE)
+
+
+def begin(name: str, seed: int = 0) -> RoutedTrainer:
+    """The trainer of an arm of `routing_fault`, at its start: for one live run."""
+    given = FAULT.arms[name].keywords
+    return RoutedTrainer(replace(given["config"], seed=seed), given["fault"])
