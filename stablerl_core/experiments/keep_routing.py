@@ -232,8 +232,8 @@ PATIENCE = Measured(
     name="routing_patience",
     prediction="""Does a lower learning rate repair the run of `routing_fault`, or delay its
 failure? A third of the rate, 5e-4/3, and three times the steps, 120, so that AdamW can go as far
-as in 40 steps at the full rate. Written after `routing_fault` had refuted that `slower` repairs nothing
-(0.50 after 40 steps, 0.39 at the start, 0.59 for `exact`), before these runs:
+as in 40 steps at the full rate. Written after `routing_fault` had refuted that `slower` repairs
+nothing (0.50 after 40 steps, 0.39 at the start, 0.59 for `exact`), before these runs:
 
 1. `slower` (routers in two bits) ends below what it had at steps 30 and 40, in most seeds.
 2. `exact` (routers exact, the same rate) ends above 0.55, more than 0.15 above `slower`.
