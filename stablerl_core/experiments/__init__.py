@@ -9,6 +9,7 @@ from . import (
     correction_bias,
     corrections,
     keep_routing,
+    keep_sampling_mask,
     kl_entropy,
     kl_gradient,
     long_sequences,
@@ -41,6 +42,7 @@ CHAPTERS = (
     routing_flips,
     keep_routing,
     two_policies,
+    keep_sampling_mask,
 )
 EXPERIMENTS = {e.name: e for chapter in CHAPTERS for e in chapter.ALL}
 
