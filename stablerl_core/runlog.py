@@ -53,6 +53,12 @@ SIGNALS: dict[str, Signal] = {
     "grad_norm": Signal(3, "2-norm", "gradient norm before clipping, largest of the step"),
     "update_norm": Signal(3, "2-norm", "norm of the parameter change of the whole step"),
     "learning_rate": Signal(3, "1", "learning rate of the last update"),
+    "attention_logit_max": Signal(
+        3, "logit", "largest q·k/√d of any head in the step's updates, where QK-Clip watches"
+    ),
+    "clipped_heads": Signal(
+        3, "heads", "heads whose query and key weights QK-Clip shrank, over all updates of the step"
+    ),
     "nonfinite": Signal(3, "count", "updates of the step with a non-finite loss or gradient"),
     "logp_gap": Signal(
         4, "nats", "mean |log π_old(token) − log μ(token)|: trainer against sampler, same tokens"

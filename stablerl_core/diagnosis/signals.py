@@ -50,7 +50,6 @@ FOREIGN: dict[str, Signal] = {
     "critic_grad_norm": Signal(3, "2-norm", "gradient norm of the critic before clipping"),
     "loss_scale": Signal(3, "1", "fp16 loss scale in force; a fall is a skipped update"),
     "weight_norm": Signal(3, "2-norm", "norm of the parameters"),
-    "attention_logit_max": Signal(3, "logit", "largest attention logit before the softmax"),
     "aux_loss": Signal(3, "loss", "load-balancing loss of a mixture of experts"),
     "trained_tokens": Signal(3, "tokens", "tokens that entered the loss at this step"),
     "sampler_logp_mean": Signal(

@@ -120,7 +120,12 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class NumericsConfig:
-    """Layer 3. AdamW, its learning rate, clipping and faults.
+    """Layer 3. The optimizer, its learning rate, clipping and faults.
+
+    `optimizer` is `adamw`; `muon` for hidden matrices, with the update scaled to the size of
+    AdamW's, and AdamW for the rest; `muon_clip`, the same with QK-Clip; or `update_norm_cap`, what
+    seed 002 calls MuonClip: no scale, and each update cut to norm 1. `qk_clip` bounds the attention
+    logits after each update, with any optimizer (None: 100 with `muon_clip`, else no bound).
 
     The learning rate rises linearly over `warmup` updates and then stays, or with `schedule`
     `linear` falls to a tenth over the run.
@@ -140,10 +145,16 @@ class NumericsConfig:
     max_grad_norm: float = 1.0
     nonfinite: str = "skip"
     micro_batch: int = 0
+    optimizer: str = "adamw"
+    qk_clip: float | None = None
 
     def __post_init__(self):
         rate, norm = self.learning_rate, self.max_grad_norm
         _require(0 <= rate < inf, f"numerics.learning_rate={rate}: must be ≥ 0 and finite")
+        known = ("adamw", "muon", "muon_clip", "update_norm_cap")
+        _require(self.optimizer in known, f"numerics.optimizer={self.optimizer!r}: one of {known}")
+        tau = self.qk_clip
+        _require(tau is None or 0 < tau < inf, f"numerics.qk_clip={tau}: must be > 0 and finite")
         for name in ("warmup", "micro_batch"):
             value = getattr(self, name)
             _require(value >= 0, f"numerics.{name}={value}: must be ≥ 0")

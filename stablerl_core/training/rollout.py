@@ -380,10 +380,15 @@ def _distinct_prompts(batch: Rollout) -> tuple[Tensor, Tensor]:
     return known.unique_consecutive(dim=0, return_inverse=True)
 
 
-def fed_positions(batch: Rollout) -> Tensor:
-    """Bool, flat: which of the positions `completion_logits` feeds, in its order, hold a token."""
+def fed_masks(batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Which positions hold a token in the two forwards of `completion_logits`: (P, S), (B, T−1)."""
     prompts, _ = _distinct_prompts(batch)
-    return torch.cat([(prompts >= 0).flatten(), batch.mask[:, 1:].flatten()])
+    return prompts >= 0, batch.mask[:, 1:]
+
+
+def fed_positions(batch: Rollout) -> Tensor:
+    """The same, bool and flat, in the order in which they are fed."""
+    return torch.cat([mask.flatten() for mask in fed_masks(batch)])
 
 
 def completion_logp(model: PreTrainedModel, batch: Rollout) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..numerics import clip_gradients
+from ..numerics import QKClipReport, clip_gradients
 from ..policy import (
     OBJECTIVES,
     ObjectiveDiagnostics,
@@ -38,6 +38,7 @@ from .loss import (
     update_denominator,
 )
 from .models import ExpertLoad
+from .optimizers import make_optimizer, make_qk_clip, parameter_names
 from .partial import InFlight, Origin, restore
 from .precision import round_weights, rounded_activations, rounded_cache
 from .provenance import provenance
@@ -49,6 +50,7 @@ from .rollout import (
     completion_scores,
     decode_completions,
     encode_prompts,
+    fed_masks,
     fed_positions,
     micro_batches,
     rollout,
@@ -91,15 +93,9 @@ class Trainer:
         self.sampler = copy.deepcopy(self.reference) if system.separate_sampler else self.model
         self.version = self.sampler_version = self.updates = 0
         self._in_flight: InFlight | None = None
-        self._names = [name for name, _ in self.model.named_parameters()]
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=config.numerics.learning_rate,
-            betas=config.numerics.betas,
-            eps=config.numerics.eps,
-            weight_decay=config.numerics.weight_decay,
-            fused=True,
-        )
+        self._optimizer = make_optimizer(self.model, config.numerics)
+        self._names = parameter_names(self._optimizer, self.model)
+        self._qk_clip = make_qk_clip(self.model, config.numerics)
         self._out = None if config.out is None else Path(config.out)
         log = None if self._out is None else self._out / LOG
         if log and log.exists() and log.stat().st_size:
@@ -432,6 +428,10 @@ class Trainer:
             row["lost_tokens"] = lost / all_of_them
         if corrected is not None:
             row["weight_ess"] = corrected[1]
+        clips = [u.clipped for u in done if u.clipped and u.clipped.max_logit > -math.inf]
+        if clips:
+            row["attention_logit_max"] = max(clip.max_logit for clip in clips)
+            row["clipped_heads"] = sum(clip.clipped for clip in clips)
         if policy.objective == "bapo":
             for name in ("clip_low", "clip_high"):  # an update without rows searched nothing
                 found = [u.clip[name] for u in done if u.clip[name] is not None]
@@ -455,15 +455,17 @@ class Trainer:
             parameter.grad = torch.zeros_like(parameter)
         for chunk in micro_batches(batch, rows, self.config.numerics.micro_batch):
             piece = select_rows(batch, chunk)
-            logits, logp = completion_scores(self.model, piece)
+            with self._qk_clip.counting(*fed_masks(piece)) if self._qk_clip else nullcontext():
+                logits, logp = completion_scores(self.model, piece)
             value, seen = loss.of(logits, logp, piece, chunk)
             scored[chunk, : logp.shape[1]] = logp.detach()
             value.backward()
             total += value.item()
             diagnostics.append(seen)
         norm, finite = self._apply(total)
+        clipped = self._clip_heads(finite)
         gap = _gap(scored[rows], select_rows(batch, rows)) if len(rows) else {}
-        seen = (gap, diagnostics, loss.clip, loss.pull, loss.silenced, loss.lost)
+        seen = (gap, diagnostics, loss.clip, loss.pull, loss.silenced, loss.lost, clipped)
         return _Update(total, norm, finite, *seen)
 
     def _apply(self, loss: float) -> tuple[float, bool]:
@@ -476,10 +478,19 @@ class Trainer:
                 f"step {self.version + 1}: loss {loss}, gradient norm {norm}; nothing was applied"
             )
         self.updates += 1
-        self._optimizer.param_groups[0]["lr"] = self._learning_rate()
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate()
         if finite or numerics.nonfinite == "apply":
             self._optimizer.step()
         return norm, finite
+
+    def _clip_heads(self, finite: bool) -> QKClipReport | None:
+        """QK-Clip on the weights of an update that was applied; what it saw and did."""
+        if self._qk_clip is None:
+            return None
+        if finite or self.config.numerics.nonfinite == "apply":
+            return self._qk_clip.step()
+        return self._qk_clip.reset()
 
     def _learning_rate(self) -> float:
         numerics, rate = self.config.numerics, self.config.numerics.learning_rate
@@ -566,6 +577,7 @@ class _Update:
     pull: Tensor
     silenced: Tensor
     lost: Tensor
+    clipped: QKClipReport | None
 
 
 def _check_device(name: str) -> None:

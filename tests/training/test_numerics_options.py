@@ -1,0 +1,184 @@
+"""Layer 3 in the loop: Muon, QK-Clip, the seed's norm cap, and their checkpoints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import tiny_config
+
+from stablerl_core.numerics import AttentionWatch, Muon, QKClip, fused_splits
+from stablerl_core.training import NumericsConfig, Trainer, TrainerConfig, small_moe
+from stablerl_core.training import trainer as trainer_module
+from stablerl_core.training.rollout import completion_scores
+
+VARIANTS = {
+    "muon": dict(numerics__optimizer="muon", numerics__weight_decay=0.1),
+    "muon_clip": dict(numerics__optimizer="muon_clip", numerics__qk_clip=2.0),
+    "update_norm_cap": dict(numerics__optimizer="update_norm_cap"),
+    "adamw with qk_clip": dict(numerics__qk_clip=2.0, policy__epochs=2),
+}
+
+
+def lengths(texts, *_):
+    return [float(len(text)) for text in texts]
+
+
+def rows(log):
+    return [repr({k: v for k, v in row.items() if k != "seconds"}) for row in log]
+
+
+def weights(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def equal(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, variant):
+    config = tiny_config(steps=4, **VARIANTS[variant])
+    whole = Trainer(config)
+    whole.run(progress=False)
+    Trainer(replace(config, out=str(tmp_path))).run(2, progress=False)
+    resumed = Trainer.resume(tmp_path)
+    resumed.run(progress=False)
+    assert equal(weights(whole), weights(resumed)) and rows(whole.log) == rows(resumed.log)
+    a, b = whole._optimizer.state_dict(), resumed._optimizer.state_dict()
+    assert a["state"].keys() == b["state"].keys() and a["param_groups"] == b["param_groups"]
+    assert all(equal(a["state"][i], b["state"][i]) for i in a["state"])
+
+
+def test_the_update_is_that_of_muon_with_every_matrix_on_its_own(monkeypatch):
+    trainer = Trainer(tiny_config(**VARIANTS["muon"], probe_every=9))
+    before, gradients = weights(trainer), {}
+    plain = trainer._optimizer.step
+
+    def spy():
+        gradients.update({n: p.grad.clone() for n, p in trainer.model.named_parameters()})
+        plain()
+
+    monkeypatch.setattr(trainer._optimizer, "step", spy)
+    rate = trainer.step()["learning_rate"]
+    assert {g["lr"] for g in trainer._optimizer.param_groups} == {rate}
+    twin = Trainer(tiny_config())
+    named = dict(twin.model.named_parameters())
+    assert equal(before, named)
+    for name, p in named.items():
+        p.grad = gradients[name]
+    options = {"lr": rate, "weight_decay": 0.1, "splits": fused_splits(twin.model)}
+    Muon(named.items(), **options).step()
+    assert equal(weights(trainer), named)
+
+
+def test_muon_clip_clips_what_the_trained_forward_saw_and_tells():
+    """The bound of 2 holds, up to the update itself, from the first step on."""
+    options = VARIANTS["muon_clip"]
+    free = tiny_config(steps=6, numerics__optimizer="muon", numerics__qk_clip=1e9)
+    bound = tiny_config(steps=6, **options)
+    logs = [Trainer(c, reward=lambda *_: [1, 0] * 12).run(progress=False) for c in (free, bound)]
+    (_, hot), (_, cool) = (log.series("attention_logit_max") for log in logs)
+    assert hot[0] == cool[0] and max(cool[2:]) < 3 < 6 < min(hot)
+    assert len(cool) == 6 and sum(logs[0].series("clipped_heads")[1]) == 0
+    assert logs[1].series("clipped_heads")[1][0] > 0
+
+
+def test_only_what_was_trained_on_counts_and_padding_does_not(monkeypatch):
+    """The rollout, the evaluation and what stands behind the end of an answer are not seen."""
+    trainer = Trainer(tiny_config(numerics__qk_clip=50.0, probe_every=1, data__eval_every=1))
+    pieces = []
+    plain = trainer_module.completion_scores
+
+    def spy(model, piece):
+        pieces.append(piece)
+        return plain(model, piece)
+
+    monkeypatch.setattr(trainer_module, "completion_scores", spy)
+    row = trainer.step()
+    model, found = Trainer(tiny_config()).model, []
+    watch = AttentionWatch(model)
+    for piece in pieces:
+        for i in range(len(piece.tokens)):  # one completion at a time, with nothing behind its end
+            ids = piece.prompt[i][piece.prompt_mask[i]], piece.tokens[i][piece.mask[i]][:-1]
+            watch.reset()
+            model(torch.cat(ids)[None], use_cache=False)
+            found.append(max(float(m.max()) for m in watch.maxima.values()))
+    assert row["attention_logit_max"] == pytest.approx(max(found), rel=1e-5)
+    watch.reset()
+    for piece in pieces:
+        completion_scores(model, piece)
+    assert max(float(m.max()) for m in watch.maxima.values()) >= max(found)
+
+
+def test_without_an_option_nothing_is_watched():
+    trainer = Trainer(tiny_config())
+    row = trainer.step()
+    assert trainer._qk_clip is None and type(trainer._optimizer) is torch.optim.AdamW
+    assert "attention_logit_max" not in row and not trainer.model._forward_pre_hooks
+
+
+def test_the_sampler_gets_the_clipped_weights(monkeypatch):
+    """Clipping after the push would leave the sampler with other weights than the trainer."""
+    trainer = Trainer(tiny_config(**VARIANTS["muon_clip"], system__sync_skip=("no such tensor",)))
+    trainer.step()
+    assert trainer.sampler is not trainer.model
+    sampler = dict(trainer.sampler.named_parameters())
+    assert equal(weights(trainer), sampler)
+
+
+@pytest.mark.parametrize("mode", ["skip", "apply"])
+def test_a_skipped_update_clips_nothing_and_leaves_the_momentum(monkeypatch, mode):
+    trainer = Trainer(tiny_config(**VARIANTS["muon_clip"], numerics__nonfinite=mode))
+    trainer.step()
+    trainer._qk_clip.tau = 0.5
+    state = [t.clone() for s in trainer._optimizer.state.values() for t in s.values()]
+    before, plain = weights(trainer), trainer_module.UpdateLoss.of
+
+    def of(*args):
+        value, seen = plain(*args)
+        return value * math.nan, seen
+
+    monkeypatch.setattr(trainer_module.UpdateLoss, "of", of)
+    row = trainer.step()
+    assert row["nonfinite"] == 1 and ("clipped_heads" in row) == (mode == "apply")
+    if mode == "skip":
+        after = [t for s in trainer._optimizer.state.values() for t in s.values()]
+        assert equal(weights(trainer), before) and not trainer._qk_clip.watch.maxima
+        assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
+
+
+def test_an_update_without_a_gradient_has_no_logit():
+    trainer = Trainer(tiny_config(**VARIANTS["muon_clip"]), reward=lambda *_: [1.0] * 24)
+    row = trainer.step()
+    assert "attention_logit_max" not in row and row["grad_norm"] == 0
+
+
+def test_qk_norm_models_refuse_the_bound_and_take_muon(tmp_path):
+    model, tokenizer = small_moe("qwen3-moe-cpu")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for options in (VARIANTS["muon_clip"], {"numerics__qk_clip": 100.0}):
+        with pytest.raises(ValueError, match="QK-norm"):
+            Trainer(tiny_config(base=str(tmp_path), **options))
+    trainer = Trainer(tiny_config(base=str(tmp_path), **VARIANTS["muon"]), reward=lengths)
+    assert trainer.step()["grad_norm"] > 0
+
+
+def test_defaults_and_refusals():
+    trainer = Trainer(tiny_config(numerics__optimizer="muon_clip"))
+    assert isinstance(trainer._qk_clip, QKClip) and trainer._qk_clip.tau == 100
+    with pytest.raises(ValueError, match="numerics.optimizer='sgd'"):
+        NumericsConfig(optimizer="sgd")
+    for tau in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"numerics.qk_clip={tau}"):
+            NumericsConfig(qk_clip=tau)
+
+
+def test_a_log_from_before_these_settings_is_read():
+    text = TrainerConfig().to_json().replace('"optimizer": "adamw", ', "")
+    text = text.replace('"qk_clip": null, ', "")
+    assert "optimizer" not in text and "qk_clip" not in text
+    assert TrainerConfig.from_json(text) == TrainerConfig()
