@@ -64,6 +64,14 @@ def test_the_ways_agree_with_the_trainers_own_log_probs(preset):
         torch.testing.assert_close(scored[batch.mask], own, rtol=0, atol=2e-5, msg=name)
 
 
+def test_padding_moves_to_the_left_and_takes_no_token_along(mixtral):
+    _, batch = mixtral
+    ids, known, counted = two_policies._columns(batch, left=True)
+    assert known[:, -1].all() and not (known[:, :-1] & ~known[:, 1:]).any()
+    assert ids[counted].tolist() == batch.tokens[batch.mask].tolist()
+    assert ids[known & ~counted].tolist() == batch.prompt[batch.prompt_mask].tolist()
+
+
 @pytest.mark.parametrize("width", [1, 3, 100])
 @torch.no_grad()
 def test_chunks_of_any_width_agree(mixtral, width):
