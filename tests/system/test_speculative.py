@@ -177,6 +177,8 @@ def test_equal_distributions_accept_everything_and_disjoint_ones_nothing():
     tokens = torch.randint(0, 6, (20, 3), generator=seeded())
     same = verify_draft(logits, logits[:, :-1], tokens, generator=seeded())
     assert (same.accepted == 3).all() and torch.equal(same.tokens[:, :3], tokens)
+    p = logits.softmax(-1)
+    assert torch.equal(speculative._residual(p, p), p)  # a rejection by rounding alone still draws
     apart, draft = logits.clone(), logits[:, :-1].clone()
     apart[..., :3], draft[..., 3:] = -torch.inf, -torch.inf
     other = verify_draft(apart, draft, tokens % 3, generator=seeded())
