@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import re
 
 import numpy as np
@@ -69,6 +70,8 @@ def test_what_is_no_log_is_told_in_one_line(name, tmp_path):
 def test_what_is_no_file_is_told(tmp_path):
     assert "no such file" in refused(tmp_path / "none.jsonl")
     assert "no log that is known" in refused(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "neither a file nor" in refused(tmp_path / "pipe")
     hostile = tmp_path / "a\nb\x1b[31m.csv"
     hostile.write_text("")
     assert "is empty" in refused(hostile)
@@ -127,7 +130,7 @@ def test_a_chart_of_two_runs(tmp_path):
 
 def test_several_ranks_with_different_rewards_are_refused_and_losses_averaged(tmp_path):
     ranks = [r | {"reward": 0.1 * k, "loss": 1.0 * k} for r in RUN for k in (1, 2)]
-    assert "several runs or ranks" in refused(jsonl(tmp_path / "a.jsonl", ranks))
+    assert "several runs, ranks or samples" in refused(jsonl(tmp_path / "a.jsonl", ranks))
     parts = [r | {"loss": 1.0 * k} for r in RUN for k in (1, 2)]
     log = read_log(jsonl(tmp_path / "b.jsonl", parts))
     assert log.series("loss").values.tolist() == [1.5] * 20 and len(log) == 20
@@ -152,6 +155,24 @@ def test_a_resumed_run_goes_on_from_its_checkpoint(tmp_path):
     assert log.series("loss").steps.tolist() == list(range(1, 11))
     assert log.series("loss").values.tolist() == [1.0] * 7 + [2.0] * 3
     assert any("resumed at step 8" in w for w in log.warnings)
+
+
+def test_a_log_that_begins_at_a_checkpoint_may_go_back_to_its_first_step(tmp_path):
+    rows = [{"step": s, "loss": 1.0} for s in range(51, 61)]
+    rows += [{"step": s, "loss": 2.0} for s in range(51, 56)]
+    log = read_log(jsonl(tmp_path / "a.jsonl", rows))
+    assert log.restarts == (51.0,) and log.series("loss").values.tolist() == [2.0] * 5
+    sparse = [{"step": s, "loss": 1.0} for s in (10, 20, 30, 10, 20)]
+    assert "holds 2 runs" in refused(jsonl(tmp_path / "b.jsonl", sparse))
+
+
+def test_a_run_resumed_often_keeps_the_last_account(tmp_path):
+    steps = [*range(1, 11), *range(6, 9), *range(7, 12), *range(3, 30)]
+    rows = [{"step": s, "loss": float(n)} for n, s in enumerate(steps)]
+    log = read_log(jsonl(tmp_path / "a.jsonl", rows))
+    assert log.restarts == (6.0, 7.0, 3.0)
+    assert log.series("loss").steps.tolist() == list(range(1, 30))
+    assert log.series("loss").values.tolist() == [0.0, 1.0, *map(float, range(18, 45))]
 
 
 def test_the_last_of_two_values_of_a_step_counts(tmp_path):
@@ -271,6 +292,49 @@ def test_rows_without_a_step_take_that_of_the_row_before(tmp_path):
     assert any("2 rows name no step" in w for w in log.warnings)
 
 
+def test_a_tracker_s_own_count_is_not_mixed_with_the_trainer_s(tmp_path):
+    """Rows without the trainer's step have one of the tracker's, which counts something else."""
+    rows = [
+        {"_step": 100, "system/gpu": 0.5, "reward": 0.0},
+        {"_step": 101, "train/global_step": 1, "loss": 1.0},
+        {"_step": 102, "reward": 0.1},
+        {"_step": 103, "train/global_step": 2, "loss": 1.0},
+        {"_step": 104, "reward": 0.2},
+    ]
+    log = read_log(jsonl(tmp_path / "a.jsonl", rows))
+    assert log.series("loss").steps.tolist() == log.series("reward").steps.tolist() == [1, 2]
+    only = [{k: v for k, v in r.items() if k != "train/global_step"} for r in rows]
+    log = read_log(jsonl(tmp_path / "b.jsonl", only))
+    assert log.step_kind == "call of the tracker" and log.series("loss").steps.tolist() == [
+        101,
+        103,
+    ]
+
+
+def test_slime_s_two_counts_in_a_tracker(tmp_path):
+    rows = []
+    for n in range(4):
+        rows.append({"rollout/step": n, "rollout/raw_reward": 0.1 * n})
+        for m in range(3):
+            rows.append({"train/step": 3 * n + m, "train/loss": 0.5, "train/pg_clipfrac": 0.0})
+        rows.append({"eval/step": n, "eval/aime": 0.5})
+    log = read_log(jsonl(tmp_path / "a.jsonl", rows))
+    assert log.format == "slime" and log.restarts == ()
+    assert log.series("loss").steps.tolist() == list(range(12))
+    assert log.series("reward").steps.tolist() == [0, 3, 6, 9]
+    assert log.series("heldout_accuracy").steps.tolist() == [0, 3, 6, 9]
+    assert any("3 updates each" in w for w in log.warnings)
+
+
+def test_a_long_table_of_names_and_values(tmp_path):
+    lines = [f"{s},{n},{v}" for s in (1, 2) for n, v in (("train/reward", s / 10), ("loss", 5))]
+    (tmp_path / "a.csv").write_text("step,tag,value\n" + "\n".join(lines) + "\n")
+    log = read_log(tmp_path / "a.csv")
+    assert log.series("reward").values.tolist() == [0.1, 0.2] and log.last("loss") == 5
+    (tmp_path / "b.csv").write_text("Step,value,tag\n1,0.5,reward\n2,0.25,reward\n")
+    assert read_log(tmp_path / "b.csv").series("reward").values.tolist() == [0.5, 0.25]
+
+
 def test_shares_in_per_cent_and_no_shares(tmp_path):
     text = "step,eval_acc,truncated,clip_frac_percent,eval_reward\n1,12.5,3,50,7\n2,25,4,5,9\n"
     (tmp_path / "a.csv").write_text(text)
@@ -315,7 +379,7 @@ def test_the_caller_s_mapping_goes_before_ours(tmp_path):
 def test_guesses_are_said_to_be_guesses_and_doubts_are_told(tmp_path):
     rows = [{"step": s, "mean_reward": 0.5, "avg_reward": 0.4, "policy_kl": 0.1} for s in (1, 2)]
     log = read_log(jsonl(tmp_path / "a.jsonl", rows))
-    assert log.column("reward").fuzzy and any("could be it as well" in w for w in log.warnings)
+    assert log.column("reward").fuzzy and any("could be it" in w for w in log.warnings)
 
 
 GUESSED = {

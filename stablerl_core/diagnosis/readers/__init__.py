@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ..log import LogError, SignalLog
 from ..signals import signal_of
-from . import assemble
+from .assemble import assemble
+from .choose import known
 from .sources import CONTAINERS, Ask, open_folder, open_source
 from .table import Table
 from .text import shown
@@ -42,9 +43,8 @@ def read_log(
     try:
         return _read(where, format, dict(map or {}), run)
     except LogError as error:
-        name = shown(where, 200).strip("'\"")
-        text = " ".join(str(error).split())
-        raise LogError(text if text.startswith((name, "'")) else f"{name}: {text}") from None
+        name = shown(where, 200)[1:-1] if str(where).isprintable() else shown(where, 200)
+        raise LogError(f"{name}: {' '.join(str(error).split())}") from None
 
 
 def _read(path: Path, format: str, names: dict[str, str], run: str | None) -> SignalLog:
@@ -58,8 +58,8 @@ def _read(path: Path, format: str, names: dict[str, str], run: str | None) -> Si
     ask = Ask(format if format in CONTAINERS else None, names.pop("step", None), run)
     source = open_folder(path, ask) if path.is_dir() else open_source(path, ask)
     told = set(names.values())
-    table = Table(lambda name: name in told or assemble.known(name))
-    for step, items, axis, bar in source.rows:
-        table.add(step, items, axis, bar)
+    table = Table(lambda name: name in told or known(name))
+    for row in source.rows:
+        table.add(row)
     dialect = DIALECTS.get(ALIASES.get(format, format))
-    return assemble.Assembly(source, table, dialect, ask).log(names)
+    return assemble(source, table, dialect, ask, names)

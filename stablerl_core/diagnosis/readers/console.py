@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from .jsons import flat, parse
+from .table import Row
 from .text import Lines, plain
 
 Items = list[tuple[str, object]]
@@ -15,16 +16,6 @@ Items = list[tuple[str, object]]
 _NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)"
 _RAY = re.compile(r"^(?:\x00|\s)*(?:\((?:[\w.]+ )?pid=\d+(?:, ip=[\d.]+)?\)\s?)+")
 _BAR = re.compile(r"(\d+)/(\d+) \[\d+:\d\d")
-
-
-@dataclass
-class Row:
-    """What one line, or block of lines, says: its step, numbers, and on which axis the step is."""
-
-    step: float
-    items: Items
-    axis: str = ""
-    bar: float = math.nan  # where a progress bar stood when the line was printed
 
 
 @dataclass

@@ -15,6 +15,9 @@ from .text import Lines, shown
 _TB_NAME = re.compile(r"^(?:run-(?P<run>.+?)-)?tag-(?P<tag>.+)$")
 
 
+_LONG = ({"tag", "value"}, {"metric", "value"}, {"key", "value"}, {"name", "value"})
+
+
 @dataclass
 class CsvTable:
     """Header and rows. `kind`: "csv", "wandb chart", "wandb history" or "tensorboard scalar"."""
@@ -38,7 +41,17 @@ class CsvTable:
                     continue
             if self.decimal_comma:
                 row = [cell.replace(",", ".") for cell in row]
-            yield [(n, c) for n, c in zip(self.header, row, strict=False) if c and n]
+            cells = [(n, c) for n, c in zip(self.header, row, strict=False) if c and n]
+            yield self._unfolded(cells) if self.kind == "csv long" else cells
+
+    def _unfolded(self, cells: list[tuple[str, object]]) -> list[tuple[str, object]]:
+        """A row of a long table, one number with its name in another column: as if it were wide."""
+        by_name = {name.lower(): cell for name, cell in cells}
+        label = next((by_name[n] for n in ("tag", "metric", "key", "name") if n in by_name), "")
+        rest = [
+            (n, c) for n, c in cells if n.lower() not in ("value", "tag", "metric", "key", "name")
+        ]
+        return [*rest, (label, by_name["value"])] if label and "value" in by_name else rest
 
 
 def delimiter_of(line: str) -> str | None:
@@ -63,6 +76,9 @@ def open_csv(lines: Lines, path: Path, run: str | None) -> CsvTable:
     if [name.lower() for name in header] == ["wall time", "step", "value"]:
         return _scalar(header, rows, path)
     kind = "wandb history" if {"_step", "_runtime"} <= set(header) else "csv"
+    lower = {name.lower() for name in header}
+    if len(header) <= 6 and any(pair <= lower for pair in _LONG):
+        kind = "csv long"
     return CsvTable(kind, _unique(header), rows, decimal_comma=comma)
 
 

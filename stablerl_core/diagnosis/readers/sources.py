@@ -12,57 +12,24 @@ from pathlib import Path
 from ..log import LogError
 from . import console, jsons, tensorboard
 from .csvs import _TB_NAME, delimiter_of, listed, open_csv
-from .table import number
+from .runs import STEP_NAMES
+from .table import Row, number
 from .text import Lines, encoding_of, head_of, shown
 
 CONTAINERS = ("json", "jsonl", "csv", "wandb", "tensorboard", "console")
 _LARGEST_DOCUMENT = 1 << 26  # bytes of a JSON document that must be read whole
 
-# Where a row's step stands, best first: a trainer's own count before a tracker's.
-STEP_NAMES = (
-    "train/global_step",
-    "trainer/global_step",
-    "training/global_step",
-    "global_step",
-    "step",
-    "train/step",
-    "rollout/step",
-    "eval/step",
-    "global_step/max_steps",
-    "progress/batch",
-    "system/global_step",
-    "time/total_timesteps",
-    "train_step",
-    "training_step",
-    "iteration",
-    "iter",
-    "global_iter",
-    "update",
-    "episode",
-    "_step",
-)
 LABELS = ("run", "run_id", "run_name", "experiment", "experiment_name", "trial", "seed")
-_KINDS = {
-    "episode": "episode",
-    "time/total_timesteps": "environment step",
-    "_step": "call of the tracker",
-}
 
 
 @dataclass
 class Source:
-    """The rows of a file as (step, items, axis, bar), and what became of its other lines."""
+    """The rows of a file; `finish` adds the warnings that only its end shows."""
 
     kind: str
-    rows: Iterator[tuple[float, object, int, float]]
-    finish: Callable[[list[str]], None] = lambda warnings: None  # adds what only the end shows
+    rows: Iterator[Row]
+    finish: Callable[[list[str]], None] = lambda warnings: None
     facts: dict[str, object] = field(default_factory=dict)
-    step_names: dict[str, None] = field(default_factory=dict)  # those that were used
-
-    @property
-    def step_kind(self) -> str:
-        names = list(self.step_names)
-        return _KINDS.get(names[0], "step") if len(names) == 1 else "step"
 
 
 @dataclass
@@ -149,20 +116,19 @@ def _is_csv(text: str) -> bool:
 # --- the row's step, and whether it is of the run asked for ----------------------------------
 
 
-def step_of(record: dict, source: Source, ask: Ask) -> tuple[float, int]:
-    """A record's step, taken out of it, and whether it counts rollouts (1) or updates (0)."""
+def _step_of(record: dict, ask: Ask) -> tuple[float, str]:
+    """A record's step, taken out of it, and the name under which it stood."""
     for name in (ask.step,) if ask.step else STEP_NAMES:
         raw = record.get(name)
         if raw is None or raw == "":
             continue
-        if type(raw) is str and "/" in raw:
+        if type(raw) is str and "/" in raw:  # ms-swift: "5/100"
             raw = raw.split("/", 1)[0]
         value = number(raw)
         if value is not None and math.isfinite(value):
             del record[name]
-            source.step_names[name] = None
-            return value, int(name in ("rollout/step", "eval/step"))
-    return math.nan, 0
+            return value, name
+    return math.nan, ""
 
 
 def _wanted_run(record: dict, ask: Ask) -> bool:
@@ -184,10 +150,10 @@ def _wanted_run(record: dict, ask: Ask) -> bool:
     return True
 
 
-def _row(record: dict, source: Source, ask: Ask, axis: int = 0, bar: float = math.nan):
-    step, own_axis = step_of(record, source, ask)
+def _row(record: dict, ask: Ask, bar: float = math.nan) -> Row:
+    step, axis = _step_of(record, ask)
     nested = dict in set(map(type, record.values()))
-    return step, (jsons.flat(record) if nested else record.items()), axis or own_axis, bar
+    return Row(step, jsons.flat(record) if nested else record.items(), axis, bar)
 
 
 # --- the containers ---------------------------------------------------------------------------
@@ -211,7 +177,7 @@ def _jsonl(lines: Lines, path: Path, ask: Ask, text: str) -> Source:
             if "header" in record and type(record["header"]) is dict:
                 source.facts["header"] = record["header"]
             elif _wanted_run(record, ask):
-                yield _row(record, source, ask)
+                yield _row(record, ask)
 
     source.rows = rows()
     return source
@@ -227,7 +193,7 @@ def _json(lines: Lines, path: Path, ask: Ask, text: str) -> Source:
     records = jsons.JsonList(lines, key)
     source = Source("trainer_state" if key == "log_history" else "json", iter(()))
     source.finish = lambda warnings: _text_warnings(lines, records.torn, warnings)
-    source.rows = (_row(r, source, ask) for r in records if _wanted_run(r, ask))
+    source.rows = (_row(r, ask) for r in records if _wanted_run(r, ask))
     return source
 
 
@@ -256,8 +222,8 @@ def _document(lines: Lines, path: Path, ask: Ask) -> Source:
 
     def rows():
         for step, items in jsons.document_rows(document):
-            own, pairs, axis, bar = _row(dict(items), source, ask)
-            yield (own if math.isfinite(own) else step), pairs, axis, bar
+            row = _row(dict(items), ask)
+            yield row if math.isfinite(row.step) else Row(step, row.items)
 
     source.rows = rows()
     return source
@@ -270,10 +236,9 @@ def _scalar_json(lines: Lines, path: Path) -> Source:
     tag = found["tag"] if found else "Value"
     points = [p for p in document if type(p) is list and len(p) == 3]
     steps = [number(p[1]) for p in points]
-    rows = (
-        (s, [(tag, p[2])], 0, math.nan) for s, p in zip(steps, points, strict=True) if s is not None
-    )
-    return Source("tensorboard scalar", rows, step_names={"step": None})
+    pairs = zip(steps, points, strict=True)
+    rows = (Row(s, [(tag, p[2])], "step") for s, p in pairs if s is not None)
+    return Source("tensorboard scalar", rows)
 
 
 def _csv(lines: Lines, path: Path, ask: Ask, text: str) -> Source:
@@ -297,7 +262,7 @@ def _csv(lines: Lines, path: Path, ask: Ask, text: str) -> Source:
             if fallback and fallback not in STEP_NAMES and fallback in record:
                 record[fallback.lower()] = record.pop(fallback)
             if chart or _wanted_run(record, ask):
-                yield _row(record, source, ask)
+                yield _row(record, ask)
 
     source.rows = rows()
     return source
@@ -315,15 +280,12 @@ def _console(lines: Lines, path: Path, ask: Ask, text: str) -> Source:
 
     def rows():
         for row in console.rows(lines, state):
-            axis = int(row.axis in ("rollout", "perf", "eval"))
             if math.isfinite(row.step):
-                source.step_names["step"] = None
-                yield row.step, row.items, axis, row.bar
+                yield row
             elif _wanted_run(record := dict(row.items), ask):
-                yield _row(record, source, ask, axis, row.bar)
+                yield _row(record, ask, row.bar)
 
     source.rows = rows()
-    source.facts["console"] = state.seen
     return source
 
 
@@ -335,8 +297,8 @@ def _events(paths: list[Path], ask: Ask) -> Source:
         if torn:
             warnings.append(f"damaged or unfinished at the end: {listed(torn)}")
 
-    rows = ((step, items, 0, math.nan) for file in files for step, items in file)
-    return Source("tensorboard", rows, finish, step_names={"step": None})
+    rows = (Row(step, items, "step") for file in files for step, items in file)
+    return Source("tensorboard", rows, finish)
 
 
 def _text_warnings(lines: Lines, torn: bool, warnings: list[str]) -> None:

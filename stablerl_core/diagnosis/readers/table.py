@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..log import LogError, Series
+from ..log import LogError
 
 MOST_VALUES = 50_000_000  # 400 MB: more is refused, not swallowed
 MOST_COLUMNS = 1_000
@@ -34,6 +35,22 @@ def number(value) -> float | None:
         except ValueError:
             return None
     return None
+
+
+@dataclass(slots=True)
+class Row:
+    """A row as a reader yields it.
+
+    step   NaN where the row names none
+    items  pairs of a name and a value that may be anything: only numbers are kept
+    axis   the name under which the step stood: different names may count different things
+    bar    where a progress bar stood when the row was printed
+    """
+
+    step: float
+    items: Iterable[tuple[str, object]]
+    axis: str = ""
+    bar: float = math.nan
 
 
 class Column:
@@ -64,7 +81,7 @@ class Column:
 
 
 class Table:
-    """Rows as a reader yields them: a step (NaN where the row names none) and named numbers.
+    """Rows as a reader yields them, held as columns.
 
     `wanted(name)` says whether a column can become a signal; of the others only the name is kept.
     `numbers` counts the rows that are no evaluation: the step where no row names one.
@@ -75,12 +92,24 @@ class Table:
         self.columns: dict[str, Column | None] = {}
         self.steps = array("d")
         self.numbers = array("d")
-        self.axes = array("b")  # 1: the step counts rollouts, not updates
+        self.axes: dict[str, int] = {}
+        self.axis = array("b")  # of each row, a value of `axes`
         self.bars = array("d")
         self._stored = 0
 
-    def add(self, step: float, items, axis: int = 0, bar: float = math.nan) -> None:
-        """Add a row; `items` are pairs of a name and a value that may be anything."""
+    def add(self, row: Row) -> None:
+        """Add a row."""
+        self._add(row.items)
+        self.steps.append(row.step)
+        self.axis.append(self.axes.setdefault(row.axis, len(self.axes)))
+        self.bars.append(row.bar)
+        if len(self.steps) % 4096 == 0 and self.size() > MOST_VALUES:
+            raise LogError(
+                f"more than {MOST_VALUES // 10**6} million values up to row {len(self.steps)}: "
+                "keep every n-th row, or only the columns of interest"
+            )
+
+    def _add(self, items: Iterable[tuple[str, object]]) -> None:
         row, columns = len(self.steps), self.columns
         training = False
         for name, raw in items:
@@ -101,19 +130,7 @@ class Table:
                 column.add(row, value)
             if not training:
                 training = not name.startswith("eval")
-        self._count(step, training, axis, bar)
-
-    def _count(self, step: float, training: bool, axis: int, bar: float) -> None:
-        last = self.numbers[-1] if self.numbers else 0.0
-        self.numbers.append(last + training)
-        self.steps.append(step)
-        self.axes.append(axis)
-        self.bars.append(bar)
-        if len(self.steps) % 4096 == 0 and self.size() > MOST_VALUES:
-            raise LogError(
-                f"more than {MOST_VALUES // 10**6} million values up to row {len(self.steps)}: "
-                "keep every n-th row, or only the columns of interest"
-            )
+        self.numbers.append((self.numbers[-1] if self.numbers else 0.0) + training)
 
     def size(self) -> int:
         return sum(len(c.values) for c in self.columns.values() if c is not None)
@@ -128,69 +145,3 @@ class Table:
 
     def stored(self) -> list[Column]:
         return [c for c in self.columns.values() if c is not None]
-
-
-def fill_steps(steps: np.ndarray) -> tuple[np.ndarray, int]:
-    """Steps of all rows, and how many had none: those take the row before's (the first: after's).
-
-    At least one row must have a step.
-    """
-    known = np.isfinite(steps)
-    where = np.maximum.accumulate(np.where(known, np.arange(len(steps)), -1))
-    where[where < 0] = int(np.argmax(known))
-    return steps[where], int(len(steps) - known.sum())
-
-
-@dataclass(frozen=True)
-class Restart:
-    """The log goes back: from `row` on, the run continues at `step`."""
-
-    row: int
-    step: float
-
-
-def backs(rows: np.ndarray, steps: np.ndarray) -> list[Restart]:
-    """Where the steps of a column fall."""
-    where = np.flatnonzero(np.diff(steps) < 0) + 1
-    return [Restart(int(rows[i]), float(steps[i])) for i in where]
-
-
-def split_runs(rows: np.ndarray, steps: np.ndarray) -> list[tuple[int, list[Restart]]]:
-    """The runs in a file: the first row of each, and its restarts.
-
-    A log that goes back to a step after its first was resumed from a checkpoint; one that goes
-    back to its first step, or before it, is another run.
-    """
-    runs: list[tuple[int, list[Restart]]] = [(0, [])]
-    first = float(steps[0])
-    for back in backs(rows, steps):
-        if back.step <= first:
-            runs.append((back.row, []))
-            first = back.step
-        else:
-            runs[-1][1].append(back)
-    return runs
-
-
-def alive(rows: np.ndarray, steps: np.ndarray, restarts: list[Restart]) -> np.ndarray:
-    """Which values belong to the run as it went on: those after a checkpoint were abandoned."""
-    keep = np.ones(len(rows), bool)
-    for restart in restarts:
-        keep &= (rows >= restart.row) | (steps < restart.step)
-    return keep
-
-
-def distinct(steps: np.ndarray, values: np.ndarray, mean: bool) -> tuple[Series, int]:
-    """Strictly increasing steps; of several values of one step the last, or their mean.
-
-    Also returns how many values that merged away.
-    """
-    if len(steps) and not (np.diff(steps) > 0).all():
-        order = np.argsort(steps, kind="stable")
-        steps, values = steps[order], values[order]
-    starts = np.flatnonzero(np.diff(steps, prepend=-np.inf) > 0)
-    if len(starts) == len(steps):
-        return Series(steps, values), 0
-    ends = np.append(starts[1:], len(steps))
-    kept = np.add.reduceat(values, starts) / (ends - starts) if mean else values[ends - 1]
-    return Series(steps[starts], kept), len(steps) - len(starts)

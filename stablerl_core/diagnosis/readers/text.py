@@ -79,9 +79,11 @@ def shown(text: object, most: int = 60) -> str:
 def head_of(path: Path, size: int = 1 << 18) -> bytes:
     """The first bytes of a file. Raises `LogError` for what is no readable file."""
     try:
+        if path.exists() and not path.is_file():
+            raise LogError("is neither a file nor a folder")  # a pipe would never end
         with open(path, "rb") as file:
             return file.read(size)
     except FileNotFoundError:
-        raise LogError(f"{shown(path, 200)}: no such file") from None
+        raise LogError("no such file") from None
     except OSError as error:
-        raise LogError(f"{shown(path, 200)}: {error.strerror}") from None
+        raise LogError(f"cannot be read ({error.strerror})") from None
