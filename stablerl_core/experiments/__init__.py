@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from . import (
+    asynchrony,
     balance,
     clipping,
     correction_bias,
@@ -36,6 +37,7 @@ CHAPTERS = (
     schedules,
     stages,
     off_policy,
+    asynchrony,
     silent_collapse,
     correction_bias,
     corrections,
