@@ -49,7 +49,7 @@ class Chooser:
         self.dialect = dialect or vocabulary.recognise(self.names)
         self.own = dialect is None and (own or len(_OWN_MARKS & set(self.names)) > 1)
         bare = {vocabulary.tidy(name).removeprefix("train/") for name in self.names}
-        self._asynchronous = bool(bare & {"ratio", "weight_sync_time_s"})
+        self._asynchronous = bool(bare & {"weight_sync_time_s", "forward_time_s", "train_seq_len"})
 
     def choose(self, told: Mapping[str, str], warnings: list[str]) -> dict[str, Choice]:
         """The signals of the file. `told` maps signals to columns, before all else."""

@@ -85,7 +85,8 @@ _RULES: tuple[tuple[str, str, str], ...] = (
         "reward",
         "",
     ),
-    (r"(?:mean )?(?:score|return|episode reward|ep reward)(?: mean)?", "reward", ""),
+    (r"(?:mean )?(?:scores?|return|episode reward|ep reward)(?: mean)?", "reward", ""),
+    (r"rlhf reward", "reward_shaped", "score minus KL penalty"),
     (r"reward std|std reward", "reward_std", "which spread, of a group or the batch, is unknown"),
     (r"reward max|max reward", "reward_max", ""),
     (r"reward min|min reward", "reward_min", ""),
@@ -137,28 +138,10 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     (r"(?:step time|time per step|seconds)", "seconds", ""),
 )
 _COMPILED = tuple((re.compile(pattern), signal, note) for pattern, signal, note in _RULES)
-_PART = re.compile(
-    r"(?:mean )?(\w+(?: \w+)?) reward(?: func)?(?: mean)?|reward (\w+(?: \w+)?)(?: mean)?"
-)
+_PART = re.compile(r"(?:mean )?(\w+(?: \w+)?) reward(?: func)?(?: mean)?")
+_PART_OF = re.compile(r"(?:train/)?rewards?/([^/]+)(?:/mean)?")
 _NO_PART = re.compile(
-    r"\b(?:mean|max|min|std|heldout|sampler|total|shaped|penalty|model|fraction)\b"
-)
-
-STEPS = (
-    "step",
-    "global_step",
-    "train/global_step",
-    "trainer/global_step",
-    "training/global_step",
-    "_step",
-    "train_step",
-    "training_step",
-    "iteration",
-    "iter",
-    "update",
-    "global_iter",
-    "batch",
-    "episode",
+    r"\b(?:mean|max|min|std|heldout|sampler|total|shaped|penalty|model|fraction|non|rlhf)\b"
 )
 
 
@@ -176,8 +159,8 @@ def guess(column: str) -> Entry | None:
     for rank, (pattern, signal, note) in enumerate(_COMPILED):
         if pattern.fullmatch(name):
             return _entry(column, signal, note, rank)
-    found = _PART.fullmatch(name)
-    part = next((g for g in found.groups() if g), None) if found else None
+    found = _PART_OF.fullmatch(column) or _PART.fullmatch(name)
+    part = found[1] if found else ""
     if part and not _NO_PART.search(part):
         return _entry(column, f"reward_part:{part.replace(' ', '_')}", "", len(_COMPILED))
     return None
