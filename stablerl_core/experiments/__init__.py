@@ -9,6 +9,8 @@ from . import (
     clipping,
     correction_bias,
     corrections,
+    fault_suite,
+    interruptions,
     keep_routing,
     keep_sampling_mask,
     kl_entropy,
@@ -38,6 +40,7 @@ CHAPTERS = (
     stages,
     off_policy,
     asynchrony,
+    interruptions,
     silent_collapse,
     correction_bias,
     corrections,
@@ -45,6 +48,7 @@ CHAPTERS = (
     keep_routing,
     two_policies,
     keep_sampling_mask,
+    fault_suite,
 )
 EXPERIMENTS = {e.name: e for chapter in CHAPTERS for e in chapter.ALL}
 
