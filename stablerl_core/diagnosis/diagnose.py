@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..runlog import RunLog
 from . import layer1, layer2, layer3, layer4
 from .advice import missing_signals
@@ -30,7 +32,8 @@ def diagnose(log: RunLog | SignalLog) -> Diagnosis:
 
     Each rule compares a signal with the run's own baseline, or with a bound that holds in every
     sound run. The earliest fault is the candidate; what follows it is a consequence, and a fault
-    that begins clearly after the outcome fell explains nothing. Of faults that begin together
+    that begins clearly after the outcome fell (two measurements, a tenth of the run) explains
+    nothing. Of faults that begin together
     (within 2 % of the run) the one that can cause the other goes first.
 
     log: our `RunLog`, or what `read_log` returned. Raises `ValueError` for a log without a row.
@@ -77,7 +80,9 @@ def _in_causal_order(faults: list[Finding], slack: float) -> list[Finding]:
 def _can_cause(fault: Finding, evidence: Evidence) -> bool:
     if evidence.fallen is None or fault.strength == "proof":
         return True
-    return fault.first_step <= evidence.fallen[1].step + max(1.0, 0.1 * evidence.span)
+    steps = evidence.get(fault.signal).steps
+    apart = 2 * float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
+    return fault.first_step <= evidence.fallen[1].step + max(apart, 0.1 * evidence.span)
 
 
 def _harm(evidence: Evidence) -> list[Finding]:

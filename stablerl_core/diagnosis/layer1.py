@@ -70,11 +70,18 @@ def tied_groups(e: Evidence) -> Finding | None:
         f"{level(series, 'last'):.0%} of the groups have equal rewards at the end, {kind}; the "
         f"mean reward is {number(end)}",
         "a group of equal rewards has no advantage, so these rollouts teach nothing",
-        "strong",
+        "weak" if _nearly_solved(e, moved) and not dead else "strong",
         check_first="The pass rate of each prompt: drop solved and dead ones and refill "
         "(dynamic sampling), or change the difficulty of the data.",
         do_not="A higher learning rate or entropy bonus: the gradient is not small, it is absent.",
     )
+
+
+def _nearly_solved(e: Evidence, moved) -> bool:
+    """Whether the ties are new, or are those of groups that get everything right."""
+    late = moved is not None and moved.step > e.steps[0] + 0.6 * e.span
+    right = e.end("solved_groups") if e.has("solved_groups") else 0.0
+    return late or right > 0.7 * e.end("zero_variance_groups")
 
 
 def paid_but_wrong(e: Evidence) -> Finding | None:
@@ -113,9 +120,9 @@ def _parted(e: Evidence, series) -> bool:
     """Reward and evaluation, alike at the start, are apart at the end."""
     begun = abs(level(e.reward, "first") - level(series, "first"))
     ended = level(e.reward, "last") - level(series, "last")
-    alike = begun < 0.3 * max(abs(level(series, "first")), 0.05)
-    noise = scatter(series.values) + scatter(e.reward.values)
-    return alike and e.risen and ended > max(0.2, 3 * noise, 2 * begun)
+    alike = begun < 0.5 * max(abs(level(series, "first")), 0.05)
+    noise = sum(scatter(s.values) / np.sqrt(max(1, len(s) // 5)) for s in (series, e.reward))
+    return alike and e.risen and ended > max(0.2, 4 * noise, 2 * begun)
 
 
 def _all_up(values: np.ndarray) -> bool:

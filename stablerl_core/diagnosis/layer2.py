@@ -14,15 +14,16 @@ NOT_DATA = "More data or a longer run: the same step size leads there again."
 def kl_to_reference(e: Evidence) -> Finding | None:
     """The policy runs away from its reference, far beyond where it was useful."""
     series = e.get("kl_ref")
-    moved = departure(series, up=True, least=0.1, factor=4.0)
-    if not moved or moved.after < 0.3:
+    moved = departure(series, up=True, least=0.05, factor=4.0)
+    after = max(moved.after, level(series, "last")) if moved else 0.0
+    if after < 0.3:
         return None
     return Finding(
         *(2, "kl_ref", moved.step),
-        f"KL to the reference goes from {number(moved.before)} to {number(moved.after)} nats a "
-        f"token and stays there",
+        f"KL to the reference leaves {number(moved.before)} and reaches {number(after)} nats a "
+        f"token",
         "0.3 nats on every token is another policy; a useful fine-tune is around a tenth of it",
-        "strong" if moved.after > 1 or e.fallen else "weak",
+        "strong" if after > 1 or e.fallen else "weak",
         check_first="The learning rate, the number of updates a rollout, and the KL coefficient "
         "with its estimator (k3 and k1 as a loss have the wrong gradient).",
         do_not="Changing the reward: it is judged on a policy that no longer speaks the language.",
@@ -66,7 +67,7 @@ def kl_of_a_step(e: Evidence) -> Finding | None:
         *(2, "kl_step", start),
         f"one step moves the policy by {number(peak)} nats a token from {step_name(start)} on",
         "a healthy step moves it by a thousandth to a hundredth",
-        "strong" if e.fallen or peak > 0.2 else "weak",
+        "strong" if e.fallen or (peak > 0.08 and not e.risen) else "weak",
         check_first="The learning rate and the updates a rollout: halve one of them.",
         do_not="A wider clip.",
     )

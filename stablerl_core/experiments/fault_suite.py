@@ -1,11 +1,12 @@
 """Chapter 50, the fault suite: faults of all four layers planted in live runs, then diagnosed.
 
-Each arm is one run of 60 steps (16 prompts × 8 completions, learning rate 5e-4) with one planted
+Each arm is one run of 60 steps (16 prompts × 8 completions, learning rate 5e-4; 30 steps where a
+rollout is used 16 times, 160 where a hack has to be found) with one planted
 fault, or with none; its name begins with the truth: `layer1_` … `layer4_`, `healthy_`. The arm
 returns one row: `truth` and `verdict` (0 healthy, 1-4 the layer, 5 insufficient evidence), `named`
 (the step at which the named fault begins), `fell` (the step at which held-out accuracy or reward
 fell, absent where neither did). The rules were tuned on seeds from 100 on and on the public cases;
-the repeated runs use seeds 0 … 4, which no rule was tuned on.
+the repeated runs use seeds from 0 on, which no rule was tuned on.
 
 Predictions, before the repeated runs:
 
@@ -148,8 +149,12 @@ ARMS: dict[str, tuple[TrainerConfig, Reward | None, Plant | None]] = {
     "layer1_wrong_gold": (config(), reversed_gold, None),
     "layer1_too_hard": (config(data={"task_options": {"digits": 16}}), None, None),
     "layer2_rate_10x": (config(rate=10 * RATE), None, None),
-    "layer2_16_updates": (config(updates=(4, 4)), None, None),
-    "layer2_16_updates_no_clip": (config(updates=(4, 4), objective="reinforce"), None, None),
+    "layer2_16_updates": (config(updates=(4, 4), steps=30), None, None),
+    "layer2_16_updates_no_clip": (
+        config(updates=(4, 4), steps=30, objective="reinforce"),
+        None,
+        None,
+    ),
     "layer2_entropy_bonus": (config(entropy_coef=0.3), None, None),
     "layer2_k1_as_a_loss": (
         config(kl_coef=1.0, kl_estimator="k1", aggregation="sequence"),
@@ -173,7 +178,7 @@ ARMS: dict[str, tuple[TrainerConfig, Reward | None, Plant | None]] = {
     ),
     "layer4_noise_in_the_sampler": (config(system={"logit_noise": 1.0}), None, None),
     "layer4_top_p_not_known": (
-        config(top_p=0.7, system={"keep_sampling_mask": False}),
+        config(top_p=0.7, system={"sampling_mask": "none"}),
         None,
         None,
     ),
