@@ -255,6 +255,22 @@ VERL_VALUES = {
     "seconds": [52.1] * 3,
 }
 
+VERL_FILE = "".join(
+    json.dumps(
+        {
+            "step": s,
+            "data": {"critic/score/mean": s / 10, "actor/grad_norm": None, "actor/ppo_kl": 0.0},
+        }
+    )
+    + "\n"
+    for s in (1, 2, 3)
+)
+VERL_WRAPPED = "".join(
+    json.dumps({"log": RAY + _verl_line(s, s / 10) + "\n", "stream": "stdout", "time": "2026"})
+    + "\n"
+    for s in (1, 2, 3)
+)
+
 OLD_VERL = [
     f"(main_task pid=1) step:{s} - actor/entropy_loss:0.{s} - actor/lr(1e-4):0.010 - "
     f"critic/kl:0.00{s} - critic/score/mean:0.{s} - val/test_score/openai/gsm8k:0.5 - "
@@ -660,6 +676,14 @@ FIXTURES: dict[str, Fixture] = {
             "heldout_accuracy": [0.5] * 3,
         },
     ),
+    "verl file logger": Fixture(
+        _text("verl.jsonl", VERL_FILE),
+        "verl",
+        {"reward": [0.1, 0.2, 0.3], "grad_norm": [NAN] * 3, "kl_step": [0.0] * 3},
+    ),
+    "verl console in a container's log": Fixture(
+        _text("pod.log", VERL_WRAPPED), "verl", VERL_VALUES
+    ),
     "slime console": Fixture(
         _slime_console,
         "slime",
@@ -877,6 +901,16 @@ FIXTURES: dict[str, Fixture] = {
         _text("run-a-tag-train_loss.json", json.dumps([[1.7e9, s, s / 10] for s in (1, 2, 3)])),
         "tensorboard scalar",
         {"loss": [0.1, 0.2, 0.3]},
+    ),
+    "unsloth table": Fixture(
+        _text(
+            "table.tsv",
+            "Step\tTraining Loss\treward\treward_std\tcompletions / mean_length\tkl\t"
+            "rewards / f / mean\n1\t0.000000\t0.1\t0.2\t99.5\t0\t0.5\n2\t0.1\tnan\t0.2\t99.5\t"
+            "No Log\t0.5\n3\t0.2\t0.3\t0.2\t99.5\t0.25\t0.5\n",
+        ),
+        "trl",
+        {"reward": [0.1, NAN, 0.3], "length": [99.5] * 3, "reward_part:f": [0.5] * 3},
     ),
     "plain csv": Fixture(
         _csv(

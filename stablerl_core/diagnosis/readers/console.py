@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .jsons import flat, parse
 from .table import Row
-from .text import Lines, plain
+from .text import plain
 
 Items = list[tuple[str, object]]
 
@@ -28,7 +28,7 @@ class Console:
     bar: float = math.nan  # last position of a progress bar
 
 
-def rows(lines: Lines, state: Console) -> Iterator[Row]:
+def rows(lines: Iterable[str], state: Console) -> Iterator[Row]:
     """The rows of a console log."""
     for raw in lines:
         if state.block != "skyrl" and not _WORTH.search(raw):

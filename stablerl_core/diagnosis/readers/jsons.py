@@ -26,6 +26,11 @@ def flat(record: dict, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, 
             yield prefix + key, value
 
 
+def verl_data(data: dict) -> dict:
+    """verl's file logger writes {"step": …, "data": {…}}, and NaN and infinity as null."""
+    return {name: math.nan if value is None else value for name, value in data.items()}
+
+
 def parse(text: str) -> object:
     """One JSON value; `ValueError` also for one nested too deep for the parser."""
     try:

@@ -171,16 +171,30 @@ def _jsonl(lines: Lines, path: Path, ask: Ask, text: str) -> Source:
         _text_warnings(lines, records.torn, warnings)
 
     source = Source("jsonl", iter(()), finish)
-
-    def rows():
-        for record in records:
-            if "header" in record and type(record["header"]) is dict:
-                source.facts["header"] = record["header"]
-            elif _wanted_run(record, ask):
-                yield _row(record, ask)
-
-    source.rows = rows()
+    source.rows = _jsonl_rows(records, source, ask)
     return source
+
+
+def _jsonl_rows(records: jsons.JsonLines, source: Source, ask: Ask) -> Iterator[Row]:
+    state = console.Console()
+    for record in records:
+        if type(record.get("header")) is dict:  # our own log
+            source.facts["header"] = record["header"]
+            continue
+        told = next((record[k] for k in ("message", "log") if type(record.get(k)) is str), None)
+        if told is not None:  # a console log, wrapped by a logger or a container
+            lines = told.splitlines()
+            yield from (_labelled(row, ask) for row in console.rows(lines, state))
+            continue
+        if record.keys() == {"step", "data"} and type(record["data"]) is dict:
+            record = {"step": record["step"], **jsons.verl_data(record["data"])}
+        if _wanted_run(record, ask):
+            yield _row(record, ask)
+
+
+def _labelled(row: Row, ask: Ask) -> Row:
+    """A row of a console log; one that names no step itself may have it among its items."""
+    return row if math.isfinite(row.step) else _row(dict(row.items), ask, row.bar)
 
 
 def _json(lines: Lines, path: Path, ask: Ask, text: str) -> Source:
@@ -280,10 +294,8 @@ def _console(lines: Lines, path: Path, ask: Ask, text: str) -> Source:
 
     def rows():
         for row in console.rows(lines, state):
-            if math.isfinite(row.step):
-                yield row
-            elif _wanted_run(record := dict(row.items), ask):
-                yield _row(record, ask, row.bar)
+            if math.isfinite(row.step) or _wanted_run(dict(row.items), ask):
+                yield _labelled(row, ask)
 
     source.rows = rows()
     return source

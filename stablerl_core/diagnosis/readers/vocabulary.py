@@ -554,6 +554,8 @@ DIALECTS: dict[str, Dialect] = {
             r"|response_length/.+|val-(core|aux)/.+|val/test_score/.+|training/.+|rollout_corr/.+"
             r"|mismatch/.+|timing_s/.+|global_seqlen/.+",
             ("training/global_step", "step"),
+            (),
+            ("verl's file logger writes null for NaN and for infinity: both are read as NaN.",),
         ),
         _dialect(
             "slime",
@@ -580,7 +582,10 @@ DIALECTS: dict[str, Dialect] = {
             r"|(seq_len|decode_len|reward|is_truncated|num_turns)/all/.+|off_policy/.+|solved?_.+",
             ("step", "progress/ckpt_step"),
             (),
-            ("prime-rl writes two logs, trainer and orchestrator: each shows its own half.",),
+            (
+                "prime-rl writes two logs, trainer and orchestrator: each shows its own half.",
+                "prime-rl's file logger leaves NaN and infinity out.",
+            ),
         ),
         _dialect(
             "nemo-rl",
