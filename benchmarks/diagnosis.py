@@ -20,25 +20,11 @@ from pathlib import Path
 import torch
 
 from stablerl_core.diagnosis import diagnose
-from stablerl_core.experiments.fault_suite import ARMS, log_of
+from stablerl_core.experiments.fault_suite import ARMS, NAMES, log_of
 from stablerl_core.runlog import RunLog
 
-TRL_NAMES = {
-    "step": "step",
-    "reward": "reward",
-    "heldout_accuracy": "eval_score",
-    "length": "completions/mean_length",
-    "truncated": "completions/clipped_ratio",
-    "zero_variance_groups": "frac_reward_zero_std",
-    "kl_ref": "kl",
-    "entropy": "entropy",
-    "clip_fraction": "clip_ratio/region_mean",
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-    "learning_rate": "learning_rate",
-    "logp_gap": "sampling/sampling_logp_difference/mean",
-    "logp_gap_max": "sampling/sampling_logp_difference/max",
-}
+# rldoctor knows an evaluation under this name.
+TRL_NAMES = NAMES["trl"] | {"step": "step", "heldout_accuracy": "eval_score"}
 LAYER_OF = {
     "advantage_collapse": 1,
     "reward_hacking": 1,

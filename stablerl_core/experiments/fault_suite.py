@@ -17,10 +17,12 @@ Predictions, before the repeated runs:
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -221,6 +223,89 @@ def _when(found: Diagnosis) -> dict[str, float]:
     falls = [f for f in (*found.findings, *found.consequences) if f.harm]
     out = {"fell": falls[0].first_step} if falls else {}
     return out | ({"named": found.findings[0].first_step} if found.layer else {})
+
+
+# The names under which two frameworks and a home-made table log our signals.
+NAMES = {
+    "trl": {
+        "reward": "reward",
+        "heldout_accuracy": "eval_reward",
+        "length": "completions/mean_length",
+        "truncated": "completions/clipped_ratio",
+        "zero_variance_groups": "frac_reward_zero_std",
+        "kl_ref": "kl",
+        "entropy": "entropy",
+        "clip_fraction": "clip_ratio/region_mean",
+        "loss": "loss",
+        "grad_norm": "grad_norm",
+        "learning_rate": "learning_rate",
+        "logp_gap": "sampling/sampling_logp_difference/mean",
+        "logp_gap_max": "sampling/sampling_logp_difference/max",
+    },
+    "verl": {
+        "reward": "critic/score/mean",
+        "heldout_accuracy": "val-core/sort/acc/mean@1",
+        "length": "response_length/mean",
+        "truncated": "response_length/clip_ratio",
+        "kl_ref": "actor/kl_loss",
+        "kl_step": "actor/ppo_kl",
+        "entropy": "actor/entropy",
+        "clip_fraction": "actor/pg_clipfrac",
+        "loss": "actor/pg_loss",
+        "grad_norm": "actor/grad_norm",
+        "learning_rate": "actor/lr",
+        "mismatch_kl": "rollout_corr/k3_kl",
+    },
+    "csv": {
+        "reward": "avg_return",
+        "heldout_accuracy": "holdout",
+        "length": "tokens_per_answer",
+        "entropy": "policy_entropy",
+        "grad_norm": "gnorm",
+    },
+}
+
+
+def write_as(log: RunLog, framework: str, path: Path) -> Path:
+    """Write a log as `trl` (trainer_state.json), `verl` (console) or `csv` would; returns `path`.
+
+    Raises `ValueError` for another framework.
+    """
+    if framework not in NAMES:
+        raise ValueError(f"framework={framework!r}: one of {', '.join(NAMES)}")
+    names = NAMES[framework]
+    rows = [
+        {"step": row["step"]} | {names[k]: row[k] for k in names if k in row}
+        for row in log
+        if row["step"] > 0
+    ]
+    path.write_text({"trl": _as_state, "verl": _as_console, "csv": _as_csv}[framework](rows))
+    return path
+
+
+def _as_state(rows: list[dict]) -> str:
+    history = []
+    for row in rows:
+        history.append({k: v for k, v in row.items() if not k.startswith("eval_")})
+        if "eval_reward" in row:
+            history.append({"step": row["step"], "eval_reward": row["eval_reward"]})
+    return json.dumps({"global_step": rows[-1]["step"], "log_history": history})
+
+
+def _as_console(rows: list[dict]) -> str:
+    lines = []
+    for row in rows:
+        pairs = [f"{k}:np.float64({float(v)!r})" for k, v in row.items() if k != "step"]
+        lines.append(
+            f"\x1b[36m(TaskRunner pid=4711)\x1b[0m step:{row['step']} - " + " - ".join(pairs)
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _as_csv(rows: list[dict]) -> str:
+    columns = ["step", *NAMES["csv"].values()]
+    lines = [",".join(str(row.get(c, "")) for c in columns) for row in rows]
+    return "\n".join([",".join(columns), *lines]) + "\n"
 
 
 FAULT_SUITE = Measured("fault_suite", __doc__, {arm: partial(judged, arm) for arm in ARMS})
