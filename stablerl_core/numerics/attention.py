@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
-CHUNK = 2**22  # scores that exist at once while the largest are looked for
+# Scores that exist at once while the largest are looked for: what fits a core's cache, or a GPU.
+CHUNK = {"cpu": 2**18, "elsewhere": 2**26}
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -52,7 +53,7 @@ def max_attention_logits(
     scale: float | None = None,
     causal: bool = False,
     counted: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """max over rows, queries i and keys j that i may see of `scale`·q_i·k_j, for each head: (H,).
 
@@ -64,14 +65,14 @@ def max_attention_logits(
     most about `chunk` scores exist at a time.
     """
     (b, h, q, d), (hk, s) = query.shape, key.shape[1:3]
+    chunk = chunk or CHUNK["cpu" if query.is_cpu else "elsewhere"]
     if counted is not None and counted.shape != (b, q):
         raise ValueError(f"counted has shape {tuple(counted.shape)}, expected {(b, q)}")
     if h % hk:
         raise ValueError(f"key has {hk} heads, which do not divide the {h} of query")
     if query.dtype == torch.float16:  # whose largest number is 65504
         query, key = query.float(), key.float()
-    seen = None if visible is None else _seen(visible)
-    counted = _counted(seen, counted)
+    hidden = _hidden(visible, counted)
     query, best = query.unflatten(1, (hk, h // hk)), query.new_full((h,), -math.inf)
     size = max(1, chunk // max(1, b * h * s))
     for start in range(0, q, size):
@@ -79,24 +80,25 @@ def max_attention_logits(
         until = min(stop, s) if causal else s
         part = query[:, :, :, start:stop].flatten(2, 3) @ key[:, :, :until].mT
         part = part.unflatten(2, (h // hk, stop - start)).flatten(1, 2)
-        hidden = None if seen is None else ~seen[..., start:stop, :until]
-        if causal:
-            rows = torch.arange(start, stop, device=key.device)
-            later = rows[:, None] < torch.arange(until, device=key.device)
-            hidden = later if hidden is None else hidden | later
-        if counted is not None:
-            out = ~counted[..., start:stop, None]
-            hidden = out if hidden is None else hidden | out
+        if causal:  # only the keys of this stretch can be later than one of its queries
+            diagonal = part[..., start:]
+            later = torch.ones(diagonal.shape[-2:], dtype=torch.bool, device=key.device).triu(1)
+            diagonal.masked_fill_(later, -math.inf)
         if hidden is not None:
-            part = part.masked_fill_(hidden, -math.inf)
-        best = torch.maximum(best, part.amax((0, 2, 3)))
+            part.masked_fill_(hidden[..., start:stop, :until], -math.inf)
+        best = torch.maximum(best, part.flatten(2).amax(2).amax(0))
     return best * (d**-0.5 if scale is None else scale)
 
 
-def _seen(visible: Tensor) -> Tensor:
-    if visible.dtype == torch.bool:
-        return visible
-    return visible > torch.finfo(visible.dtype).min / 2
+def _hidden(visible: Tensor | None, counted: Tensor | None) -> Tensor | None:
+    """Pairs (B, 1 or H, Q, S or 1) that do not count, or None."""
+    if visible is not None and visible.dtype != torch.bool:
+        visible = visible > torch.finfo(visible.dtype).min / 2
+    counted = _counted(visible, counted)
+    out = None if counted is None else ~counted[..., None]
+    if visible is None or out is None:
+        return out if visible is None else ~visible
+    return ~visible | out
 
 
 def _counted(seen: Tensor | None, counted: Tensor | None) -> Tensor | None:
@@ -116,19 +118,22 @@ class AttentionWatch:
     It sees `scaled_dot_product_attention` and eager softmax, whoever calls them inside a module
     of `attention_layers`. Forwards count in which gradients are recorded: those that train, not
     rollouts. `counting` says so explicitly. `maxima` has (H,) by layer since the last `reset`,
-    −inf where nothing was seen yet; `nonfinite` says which heads had a NaN or inf.
+    −inf where nothing was seen yet; `nonfinite` says which heads had a NaN or inf. Where no head of
+    a layer can exceed `enough`, since scale·max|q|·max|k| does not, that bound is kept in place
+    of the logit that a search would find: the cost falls from that of a product Q Kᵀ to nearly
+    nothing. Without `enough` every value is exact.
 
     Raises `ValueError` for a model whose softmax does not get scale·q·k: soft-capped logits, or
     attention sinks.
     """
 
-    def __init__(self, model: nn.Module):
-        self.layers = attention_layers(model)
+    def __init__(self, model: nn.Module, enough: float | None = None):
+        self.layers, self.enough = attention_layers(model), enough
         for name, layer in self.layers.items():
             _refuse_other_logits(name, layer)
         self._masks: Iterator[Tensor] | None = None
         self._mask: Tensor | None = None
-        self._open: list[TorchFunctionMode] = []
+        self._open: list[TorchFunctionMode | None] = []
         self._handles = [model.register_forward_pre_hook(self._begin)]
         for name, layer in self.layers.items():
             enter = functools.partial(self._enter, name)
@@ -184,15 +189,17 @@ class AttentionWatch:
 
     def _enter(self, name: str, layer: nn.Module, args) -> None:
         inside = self._masks is not None
-        mode: TorchFunctionMode = _Nothing()
+        mode = None
         if inside or (torch.is_grad_enabled() and not self._explicit):
             self._called.add(name)
-            mode = _Seeing(functools.partial(self._see, name), _heads(layer))
-        mode.__enter__()
+            mode = _Seeing(functools.partial(self._see, name), _heads(layer), self.enough)
+            mode.__enter__()
         self._open.append(mode)
 
     def _leave(self, layer: nn.Module, args, output) -> None:
-        self._open.pop().__exit__(None, None, None)
+        mode = self._open.pop()
+        if mode is not None:
+            mode.__exit__(None, None, None)
 
     def _see(self, name: str, find: Callable[[Tensor | None], Tensor]) -> None:
         found = find(self._mask)
@@ -218,17 +225,12 @@ def _heads(layer: nn.Module) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
-class _Nothing(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 class _Seeing(TorchFunctionMode):
     """Tells `see` how to find the largest logits whenever attention is computed."""
 
-    def __init__(self, see: Callable, heads: int | None):
+    def __init__(self, see: Callable, heads: int | None, enough: float | None):
         super().__init__()
-        self.see, self.heads = see, heads
+        self.see, self.heads, self.enough = see, heads, enough
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -249,8 +251,22 @@ class _Seeing(TorchFunctionMode):
             query = query.reshape(len(query), heads, 1, -1)
             if attn_mask is not None and attn_mask.shape[1] > 1:
                 attn_mask = attn_mask.reshape(len(attn_mask), heads, 1, -1)
+        if self.enough is not None:
+            bound = _bound(query, key, scale)
+            # A thousandth for rounding. False for NaN, whose heads have to be found.
+            if bool((bound <= 0.999 * self.enough).all()):
+                return self.see(lambda counted: bound)
         options = {"scale": scale, "causal": is_causal}
         self.see(lambda c: max_attention_logits(query, key, attn_mask, counted=c, **options))
+
+
+@torch.no_grad()
+def _bound(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
+    """scale·max|q|·max|k| (H,) ≥ the largest logit of each head."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    longest = [x.to(wide).square().sum(-1).amax((0, 2)).sqrt() for x in (query, key)]
+    keys = longest[1].repeat_interleave(query.shape[1] // key.shape[1])
+    return longest[0] * keys * (query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 @torch.no_grad()

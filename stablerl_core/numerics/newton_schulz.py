@@ -31,6 +31,8 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
     ),
 }
 
+CACHED = 2**17  # numbers that a core iterates on at once without waiting for memory
+
 
 def newton_schulz(
     matrices: Tensor,
@@ -60,13 +62,20 @@ def newton_schulz(
         return matrices.clone()
     tall = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if tall else matrices
-    x = _unit_norm(wide).to(dtype or torch.promote_types(matrices.dtype, torch.float32))
-    x = x.reshape(-1, *wide.shape[-2:])
+    flat = wide.reshape(-1, *wide.shape[-2:])
+    work = dtype or torch.promote_types(matrices.dtype, torch.float32)
+    limit = CACHED if flat.is_cpu else flat.numel()
+    parts = flat.split(max(1, limit // flat[0].numel()))
+    x = torch.cat([_iterate(_unit_norm(part).to(work), schedule) for part in parts])
+    x = x.reshape(wide.shape).to(matrices.dtype)
+    return x.mT if tall else x
+
+
+def _iterate(x: Tensor, schedule: list[Triple]) -> Tensor:
     for a, b, c in schedule:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    x = x.reshape(wide.shape).to(matrices.dtype)
-    return x.mT if tall else x
+    return x
 
 
 def _unit_norm(matrices: Tensor) -> Tensor:

@@ -71,6 +71,8 @@ class QKClip:
     LoRA adapters (peft) are scaled so that W + s·B A obeys: the rows of W, though frozen, and of
     B. `masters` maps a parameter to the float32 copy that an optimizer keeps of it: both are
     scaled. A head with a NaN or inf among its logits is counted; its finite ones still clip.
+    `exact=False` clips the same heads by the same factors, but looks for the largest logit only in
+    layers where some head might exceed τ; of the others it reports an upper bound.
 
     Raises `ValueError` for a model with QK-norm, whose logits do not depend on the scale of
     these weights, with clamped projections, or with projections it does not know; and, at
@@ -84,6 +86,7 @@ class QKClip:
         *,
         alpha: float = 0.5,
         shared_keys: str = "group",
+        exact: bool = True,
         masters: Mapping[Tensor, Tensor] | None = None,
         group: torch.distributed.ProcessGroup | None = None,
     ):
@@ -99,7 +102,7 @@ class QKClip:
             _refuse(name, layer)
             alone = shared_keys == "query"
             self._layouts[name] = _layout(name, layer, 1.0 if alone else alpha, alone)
-        self.watch = AttentionWatch(model)
+        self.watch = AttentionWatch(model, None if exact else tau)
 
     def counting(self, *masks: Tensor):
         """Context in which the n-th forward counts, of its queries those in masks[n] (B, Q)."""

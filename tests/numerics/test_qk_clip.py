@@ -415,6 +415,28 @@ def test_scaling_queries_alone_keeps_other_heads_of_the_group(kind):
     assert changed and not any(".k_proj" in name or ".kv_" in name for name in changed)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_an_inexact_watch_clips_the_same_and_bounds_the_rest(kind, padding):
+    exact, other = model_of(kind, layers=2), model_of(kind, layers=2)
+    first = list(expected_maxima(exact, padding).values())
+    for tau in (first[0].max().item() * 0.7, 1e3):
+        clips = [QKClip(exact, tau=tau), QKClip(other, tau=tau, exact=False)]
+        reports = []
+        for model, clip in zip((exact, other), clips, strict=True):
+            forward(model, padding)
+            reports.append(clip.step())
+            clip.remove()
+        left, right = weights(exact), weights(other)
+        assert all(torch.equal(left[name], right[name]) for name in left)
+        assert reports[0].clipped == reports[1].clipped
+        pairs = zip(*(r.max_logits.values() for r in reports), strict=True)
+        for sure, bound in pairs:
+            assert (bound >= sure * (1 - 1e-6)).all()
+            assert (sure.max() > tau) <= torch.equal(sure, bound)
+    assert reports[1].max_logit > reports[0].max_logit and reports[1].clipped == 0
+
+
 def test_the_numbers_of_the_paper():
     """S = 250 at τ = 100: γ = .4, the square root .632 on queries and keys of that head only."""
     model = model_of("mha")
