@@ -124,7 +124,7 @@ def test_what_a_clip_sees(mixtral):
     _, batch = mixtral
     delta = torch.zeros(batch.mask.shape)
     rows, columns = batch.mask.nonzero(as_tuple=True)
-    for i, value in enumerate((0.18, 0.19, math.log(0.79), -0.2)):  # ratios 1.197 1.21 .79 .82
+    for i, value in enumerate((0.18, 0.19, math.log(0.79), -0.1)):  # ratios 1.197 1.21 .79 .90
         delta[rows[i], columns[i]] = value
     found, n = seen(batch.sampler_logp + delta, batch), len(rows)
     assert found["outside"] == pytest.approx(2 / n)
@@ -144,6 +144,8 @@ def test_no_error_of_the_logits_breaks_the_bound(seed, eps):
     tokens = torch.randint(7, (20,), generator=generator)
     found = against_bound(logits + error + 5.0, logits, tokens)
     assert found["bound_broken"] == 0 and 0 < found["bound_used"] < 1
+    without_the_shift = against_bound(logits + error, logits, tokens)["bound_used"]
+    assert found["bound_used"] == pytest.approx(without_the_shift, rel=1e-6)
 
 
 def test_the_worst_error_reaches_the_bound_and_a_wrong_one_breaks_it():
@@ -169,6 +171,9 @@ def test_the_layer_where_a_difference_begins(mixtral):
     doubled.lm_head.weight *= 2
     assert by_layer(model, doubled, batch)["logits"] == pytest.approx(1, rel=1e-6)
     assert by_layer(model, doubled, batch)["hidden_2"] == 0
+    shifted = copy.deepcopy(model)  # every logit by the same: the same distribution
+    shifted.lm_head.weight += torch.randn(64, generator=torch.Generator().manual_seed(0))
+    assert by_layer(model, shifted, batch)["logits"] < 1e-5
 
 
 @torch.no_grad()
