@@ -3,6 +3,7 @@
 import pytest
 import torch
 from moes import VOCABULARY, moe, tokens
+from transformers import GenerationConfig
 
 from stablerl_core.system import KeptSets, SamplingRecorder, kept_mass, masked_log_probs
 
@@ -162,14 +163,22 @@ def test_the_grammar_is_that_of_prefix_allowed_tokens(model):
     assert torch.equal(ours, theirs)
 
 
-def test_generate_would_truncate_a_second_time_by_default(model):
-    """Why `options` exist: the fifty likeliest tokens are its default; here it is three."""
+OWN = dict(top_k=3, top_p=0.5, temperature=0.3, min_p=0.4)
+
+
+@pytest.mark.parametrize("name", [None, *OWN])
+def test_the_options_turn_generates_own_truncation_off(model, name):
+    """A model that comes with settings of its own; one that is left on is a second filter."""
     recorder = SamplingRecorder(top_p=0.9)
-    twice = {"top_k": 3, "return_dict_in_generate": True, "output_scores": True}
-    out = generate(model, recorder, **twice)
+    report = {"return_dict_in_generate": True, "output_scores": True}
+    settings = GenerationConfig(**OWN, pad_token_id=0)
+    left_on = {} if name is None else {name: OWN[name]}
+    out = generate(model, recorder, generation_config=settings, **report, **left_on)
     found = recorder.recorded(out.sequences, ENDS)
-    sampled_from = torch.isfinite(torch.stack(out.scores, 1)).sum(-1)
-    assert ((found.kept >= 0).sum(-1) > sampled_from)[found.mask].any()
+    logp = torch.stack(out.scores, 1).log_softmax(-1)
+    logp = logp.gather(-1, found.tokens[..., None])[..., 0]
+    gap = (logp - found.sampler_logp)[found.mask].abs().max()
+    assert gap < 1e-5 if name is None else gap > 0.1
 
 
 def test_beams_another_call_and_changed_tokens_are_refused(model):

@@ -74,6 +74,31 @@ def test_with_the_stored_set_the_mean_ratio_is_one(options):
     assert (mu[tokens] * (logp.exp() / mu[tokens])).sum().item() == pytest.approx(1, abs=1e-15)
 
 
+@SETTINGS
+def test_without_the_set_the_mean_score_pulls_at_the_kept_mass(options):
+    """E_μ[∇log π] = ∇log S over the vocabulary, 0 over the stored set: by enumeration.
+
+    So an advantage that is the same for all tokens leaves a policy that knows its set where it
+    is, and moves the other's mass across the border of the set.
+    """
+    logits = random_logits(31, 7)
+    kept, mu = every_token(logits, **options)
+    tokens = kept[kept >= 0].long()
+    rows = logits.expand(len(tokens), -1)
+
+    def mean_score(stored):
+        z = rows.clone().requires_grad_()
+        sets = kept.expand(len(tokens), -1) if stored else None
+        (mu[tokens] * masked_log_probs(z, tokens, sets)).sum().backward()
+        return z.grad.sum(0)
+
+    z = logits.clone().requires_grad_()
+    kept_mass(z, kept).log().backward()
+    assert z.grad.norm() > 0.01
+    torch.testing.assert_close(mean_score(False), z.grad, rtol=0, atol=1e-15)
+    assert mean_score(True).abs().max() < 1e-15
+
+
 def test_the_kept_mass_of_everything_is_one_and_of_the_filler_nothing():
     logits = random_logits(7, 2, 5)
     everything = torch.arange(5).expand(2, 5)
