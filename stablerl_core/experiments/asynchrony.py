@@ -52,6 +52,7 @@ from .results import Results, load
 
 WARM = 2  # first steps of a timed run, which are left out
 CAPS = (0, 1, 2, 4, 8, 16)
+LIMITS = (64, 128, 256, 512, 640)
 FACTOR = 100  # how much longer the answers of `long` are
 UPDATES, FULL = 60, 20  # of a simulation, and those in which its queues fill
 
@@ -199,7 +200,7 @@ def against_tag(seed: int, ages: tuple[int, ...] = (2, 4, 6, 8, 12)) -> list[dic
 def against_limit(seed: int, order: str) -> list[dict]:
     """A row a limit of the queues (`step`, in completions): was it `stuck`, how many updates."""
     system, rows = settings()["long"], []
-    for limit in (64, 128, 256, 512, 640):
+    for limit in LIMITS:
         done = system.run(seed, updates=30, order=order, max_staleness=4, queue_limit=limit)
         rows.append({"step": limit, "stuck": done.stuck, "updates": len(done.batches)})
     return rows
