@@ -82,6 +82,7 @@ def test_wrong_arguments_are_told(tmp_path):
     assert "format='keras' is unknown" in refused(path, format="keras")
     assert "'rewardd' is no signal" in refused(path, map={"rewardd": "loss"})
     assert "no numbers named 'los'; it has 'loss'" in refused(path, map={"reward": "los"})
+    assert "no steps in a column named 'stp'" in refused(path, map={"step": "stp"})
     assert "run='7' is not in the file" in refused(path, run="7")
     assert "binary" in refused(path, format="tensorboard")
 
@@ -250,6 +251,8 @@ def test_missing_null_nan_and_inf_are_told_apart(tmp_path):
         '{"step": 3, "loss": "nan", "grad_norm": "inf", "reward": ""}\n'
         '{"step": 4, "loss": 1e400, "grad_norm": 1' + "0" * 400 + ', "reward": true}\n'
     )
+    with open(tmp_path / "a.jsonl", "a") as file:
+        file.write('{"step": 5, "loss": "1_000", "grad_norm": "0x1", "reward": "12 %"}\n')
     log = read_log(tmp_path / "a.jsonl")
     loss, grad = log.series("loss"), log.series("grad_norm")
     assert loss.steps.tolist() == [1, 3, 4]
@@ -374,6 +377,18 @@ def test_the_caller_s_mapping_goes_before_ours(tmp_path):
         and "told by the caller" in log.column("reward").meaning
     )
     assert "reward" in log.unmapped
+
+
+def test_the_step_may_stand_in_any_column(tmp_path):
+    (tmp_path / "a.csv").write_text("Step,T,reward\n1,10,0.5\n2,20,0.5\n")
+    assert read_log(tmp_path / "a.csv").steps.tolist() == [1, 2]
+    assert read_log(tmp_path / "a.csv", map={"step": "T"}).steps.tolist() == [10, 20]
+    assert read_log(tmp_path / "a.csv", map={"step": "Step"}).steps.tolist() == [1, 2]
+
+
+def test_a_message_beside_numbers_is_only_text(tmp_path):
+    rows = [{"step": s, "loss": 1.0, "reward": 0.5, "message": "all is well"} for s in (1, 2)]
+    assert len(read_log(jsonl(tmp_path / "a.jsonl", rows))) == 2
 
 
 def test_guesses_are_said_to_be_guesses_and_doubts_are_told(tmp_path):

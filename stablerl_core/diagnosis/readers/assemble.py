@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..log import MappedColumn, Series, SignalLog
+from ..log import LogError, MappedColumn, Series, SignalLog
 from ..signals import SIGNALS, signal_of
 from .check import checked, one_evaluation, refuse_a_mixture, which_spread
 from .choose import Choice, Chooser
@@ -14,6 +14,7 @@ from .csvs import choose_run, listed
 from .runs import Rows, distinct, one_run, steps_of
 from .sources import Ask, Source
 from .table import Table
+from .text import shown
 from .vocabulary import Dialect
 
 _ONE_A_STEP = ("reward", "heldout_accuracy")  # of these there is one value a step in one run
@@ -30,6 +31,8 @@ def assemble(
     chosen = chooser.choose(told, warnings)
     if not chosen:
         raise chooser.nothing()
+    if ask.step and ask.step not in table.axes:
+        raise LogError(f"map: the log has no steps in a column named {shown(ask.step)}")
     slime = chooser.dialect is not None and chooser.dialect.name == "slime"
     rows = steps_of(table, slime, warnings)
     rows = one_run(rows, [choice.column for choice in chosen.values()], numbered)

@@ -181,10 +181,10 @@ def _jsonl_rows(records: jsons.JsonLines, source: Source, ask: Ask) -> Iterator[
         if type(record.get("header")) is dict:  # our own log
             source.facts["header"] = record["header"]
             continue
-        told = next((record[k] for k in ("message", "log") if type(record.get(k)) is str), None)
-        if told is not None:  # a console log, wrapped by a logger or a container
-            lines = told.splitlines()
-            yield from (_labelled(row, ask) for row in console.rows(lines, state))
+        told = next((record[k] for k in ("message", "log") if type(record.get(k)) is str), "")
+        wrapped = list(console.rows(told.splitlines(), state)) if told else []
+        if wrapped:  # a line of a console log, wrapped by a logger or a container
+            yield from (_labelled(row, ask) for row in wrapped)
             continue
         if record.keys() == {"step", "data"} and type(record["data"]) is dict:
             record = {"step": record["step"], **jsons.verl_data(record["data"])}
@@ -273,7 +273,7 @@ def _csv(lines: Lines, path: Path, ask: Ask, text: str) -> Source:
     def rows():
         for cells in opened.records():
             record = dict(cells)
-            if fallback and fallback not in STEP_NAMES and fallback in record:
+            if fallback and not ask.step and fallback not in STEP_NAMES and fallback in record:
                 record[fallback.lower()] = record.pop(fallback)
             if chart or _wanted_run(record, ask):
                 yield _row(record, ask)

@@ -68,9 +68,6 @@ class Column:
         """Add a value that does not stand in the row after the last."""
         if self.rows is None:
             self.rows = array("q", range(self.first, self.first + len(self.values)))
-        if self.rows and self.rows[-1] == row:  # named twice in one row: the last counts
-            self.values[-1] = value
-            return
         self.rows.append(row)
         self.values.append(value)
 
