@@ -81,3 +81,10 @@ def missing_signals(log: SignalLog) -> tuple[dict[str, object], ...]:
         how = HOW.get(log.format.split()[0].lower(), {}).get(name, GENERAL[name])
         out.append({"layer": layer, "signal": name, "question": question, "how": how})
     return tuple(out)
+
+
+def unanswered(missing: tuple[dict[str, object], ...]) -> list[int]:
+    """The layers about which a log answers none of the questions."""
+    asked = [layer for layer, *_ in QUESTIONS]
+    open_ = [m["layer"] for m in missing]
+    return [layer for layer in sorted(set(asked)) if open_.count(layer) == asked.count(layer)]

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..runlog import RunLog
 from . import layer1, layer2, layer3, layer4
-from .advice import missing_signals
+from .advice import missing_signals, unanswered
 from .evidence import Evidence, number, step_name
 from .findings import HEALTHY, INSUFFICIENT, LAYERS, Diagnosis, Finding
 from .log import SignalLog, signal_log
@@ -103,7 +103,7 @@ def _harm(evidence: Evidence) -> list[Finding]:
 
 
 def _named(cause: Finding, carried, evidence: Evidence, given: dict) -> Diagnosis:
-    blind = {m["layer"] for m in given["missing_signals"]} - {cause.layer}
+    blind = set(unanswered(given["missing_signals"])) - {cause.layer}
     sure = "medium"
     if cause.strength == "proof":
         sure, why = "high", "no sound run can show this"
@@ -134,8 +134,8 @@ def _healthy_or_untold(evidence: Evidence, given: dict) -> Diagnosis:
         return _untold("the log has neither a reward nor an evaluation", (), given)
     if evidence.rows < 8 and not evidence.solved:
         return _untold(f"{evidence.rows} steps are too few for a baseline", (), given)
-    seen = {f for s in evidence.log.signals if (f := signal_of(s).layer) in (2, 3, 4)}
-    if not seen:
+    blind = sorted(set(unanswered(given["missing_signals"])) - {1})
+    if len(blind) == 3:
         return _untold("only rewards are logged: nothing would show why they moved", (), given)
     if evidence.sinks:
         first, last = level(evidence.reward, "first"), level(evidence.reward, "last")
@@ -144,7 +144,6 @@ def _healthy_or_untold(evidence: Evidence, given: dict) -> Diagnosis:
             *((), given),
         )
     kind = "the task is solved" if evidence.solved else "no signal left its own baseline for worse"
-    blind = sorted({1, 2, 3, 4} - seen - {1})
     sure = "high" if not blind else "medium" if len(blind) == 1 else "low"
     note = f"; not logged: layer {', '.join(map(str, blind))}" if blind else ""
     return Diagnosis(HEALTHY, None, sure, kind + note, **given)

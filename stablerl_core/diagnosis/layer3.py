@@ -81,7 +81,10 @@ def no_update(e: Evidence) -> Finding | None:
     differ = (len(spread) and level(spread, "last") > 1e-4) or (
         len(tied) and level(tied, "last") < 0.95
     )
-    if not differ and not (not len(spread) and not len(tied) and np.ptp(e.reward.values) > 0):
+    if not len(spread) and not len(tied):
+        during = e.reward.values[e.reward.steps >= start]
+        differ = len(during) > 2 and np.ptp(during) > 0
+    if not differ:
         return None
     if e.has("trained_tokens") and e.end("trained_tokens") == 0:
         return Finding(

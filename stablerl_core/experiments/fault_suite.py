@@ -274,11 +274,7 @@ def write_as(log: RunLog, framework: str, path: Path) -> Path:
     if framework not in NAMES:
         raise ValueError(f"framework={framework!r}: one of {', '.join(NAMES)}")
     names = NAMES[framework]
-    rows = [
-        {"step": row["step"]} | {names[k]: row[k] for k in names if k in row}
-        for row in log
-        if row["step"] > 0
-    ]
+    rows = [{"step": row["step"]} | {names[k]: row[k] for k in names if k in row} for row in log]
     path.write_text({"trl": _as_state, "verl": _as_console, "csv": _as_csv}[framework](rows))
     return path
 
