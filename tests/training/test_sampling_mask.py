@@ -2,7 +2,8 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tiny import sharp_moe, step_gradients, tiny_config
 
 from stablerl_core.system import masked_log_probs, rerun_filter
 from stablerl_core.training import Sampling, SystemConfig, Trainer, TrainerConfig
+from stablerl_core.training.loss import UpdateLoss
 from stablerl_core.training.rollout import (
     completion_logits,
     completion_logp,
@@ -83,6 +85,24 @@ def test_what_is_lost_does_not_depend_on_the_split(options, monkeypatch):
     assert ours["lost_tokens"] == pytest.approx(theirs["lost_tokens"], abs=0.01)
     if "system__correction" in options:
         assert 0 < ours["weight_ess"] < 1
+
+
+def test_a_token_is_lost_if_either_policy_has_lost_it():
+    """At the start of the step or now; neither leaves a gradient, and padding is not counted."""
+    mask = torch.tensor([[True, True, True, True, False]])
+    logp = torch.tensor([[-1.0, -math.inf, -2.0, -3.0, -math.inf]], requires_grad=True)
+    old_logp = torch.tensor([[-1.0, -1.0, -math.inf, -3.5, 0.0]])
+    counter = SimpleNamespace(lost=torch.zeros(2, dtype=torch.float64))
+    Piece = make_dataclass("Piece", ["mask"])
+    given = (counter, logp, old_logp, Piece(mask))
+    now, then, piece = UpdateLoss._without_lost(*given)
+    assert piece.mask.tolist() == [[True, False, False, True, False]]
+    assert now.tolist() == [[-1, 0, 0, -3, 0]] and then.tolist() == [[-1, 0, 0, -3.5, 0]]
+    now.sum().backward()
+    assert logp.grad.tolist() == [[1, 0, 0, 1, 0]]
+    assert counter.lost.tolist() == [2, 4]
+    _, then, piece = UpdateLoss._without_lost(counter, logp, None, Piece(mask))
+    assert then is None and piece.mask.tolist() == [[True, False, True, True, False]]
 
 
 def test_a_model_of_nan_is_not_taken_for_lost_tokens():
