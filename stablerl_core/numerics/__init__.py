@@ -11,6 +11,7 @@ from .attention import (
 from .gradients import clip_gradients, gradient_norm
 from .muon import Muon, MuonClip, fused_splits, update_norm_cap, uses_muon
 from .newton_schulz import COEFFICIENTS, newton_schulz
+from .nonfinite import NonfiniteReport, Operation, find_nonfinite
 from .qk_clip import QKClip, QKClipReport
 
 __all__ = [
@@ -18,12 +19,15 @@ __all__ = [
     "AttentionWatch",
     "Muon",
     "MuonClip",
+    "NonfiniteReport",
+    "Operation",
     "QKClip",
     "QKClipReport",
     "add_qk_norm",
     "attention_scores",
     "clamp_attention_scores",
     "clip_gradients",
+    "find_nonfinite",
     "fused_splits",
     "gradient_norm",
     "max_attention_logits",
