@@ -18,7 +18,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-LOCKED_EXTRAS = ["book", "queues", "tasks", "tensorboard", "test", "trl"]  # not verl: it brings its own torch
+# Not verl: it brings its own torch.
+LOCKED_EXTRAS = ["book", "queues", "tasks", "tensorboard", "test", "trl"]
 PROSE = [ROOT / n for n in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "book").glob("*.md")
 )
