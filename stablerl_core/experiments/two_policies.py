@@ -94,10 +94,14 @@ def engine(model: nn.Module, precision: str) -> nn.Module:
 # Six ways to score the tokens of a rollout, all (B, T), all of the same weights.
 
 
-def whole(model: nn.Module, batch: Rollout, *, left: bool = False) -> Tensor:
-    """log π of each token from one pass over prompt and completion, padded on one side."""
+def whole(model: nn.Module, batch: Rollout, *, left: bool = False, masked: bool = True) -> Tensor:
+    """log π of each token from one pass over prompt and completion, padded on one side.
+
+    `masked` False forgets to tell the model what is padding: a mistake to be recognised.
+    """
     ids, known, counted = _columns(batch, left)
-    logits = model(ids, attention_mask=known.long(), position_ids=_positions(known)).logits
+    given = {"attention_mask": known.long(), "position_ids": _positions(known)}
+    logits = model(ids, **given if masked else {}).logits
     return _place(_next_logp(logits, ids), counted, batch)
 
 

@@ -81,6 +81,17 @@ def test_chunks_of_any_width_agree(mixtral, width):
 
 
 @torch.no_grad()
+def test_a_forgotten_mask_shows_in_rows_with_padding_before_them(mixtral):
+    model, batch = mixtral
+    gap = (whole(model, batch, left=True, masked=False) - whole(model, batch)).abs()
+    padded = batch.prompt_mask.sum(1) + batch.mask.sum(1)
+    full = padded == batch.prompt.shape[1] + batch.tokens.shape[1]
+    assert full.any() and not full.all()
+    assert gap[full][batch.mask[full]].max() < 1e-4
+    assert all(gap[row][batch.mask[row]].max() > 1e-3 for row in (~full).nonzero()[:, 0])
+
+
+@torch.no_grad()
 def test_the_ways_see_another_model(mixtral):
     model, batch = mixtral
     other = engine(model, "int4")
