@@ -155,7 +155,7 @@ training/off_policy/trajectory_staleness/mean staleness
 training/off_policy/trajectory_staleness/max  staleness_max
 fully_async/count/current_param_version       sampler_version
 rollout/moe/max_vio/max             expert_load_max +1 ; worst layer
-rollout/moe/max_vio/mean            expert_load_max +1 ; mean over layers
+rollout/moe/max_vio/avg             expert_load_max +1 ; mean over layers
 perf/time_per_step                  seconds
 timing_s/step                       seconds
 """
