@@ -92,7 +92,7 @@ class Interrupted(Trainer):
             # Each step a completion grows by a piece, so it is done before this many pushes.
             pieces = self.config.data.max_new_tokens // self.config.system.partial_tokens
             self.past.pop(n - pieces - 1, None)
-        if self.reset and n:
+        if self.reset:
             reset_optimizer_state(self._optimizer)
 
     def _collect(self, n):
@@ -144,6 +144,15 @@ def in_pieces(**system) -> tuple[TrainerConfig]:
     """A run whose completions are interrupted; `system` as in its group."""
     (config,) = stale(1, updates=1, partial_tokens=PIECE, **system)
     return (replace(config, data=replace(config.data, prompts=ON_THEIR_WAY)),)
+
+
+def batch_in_pieces(seed: int, step: int = 8, prompts: int = 48) -> tuple[Rollout, int]:
+    """What step `step` of `part_sampler` would train on, and the version it would train."""
+    (config,) = in_pieces(old_logp="sampler")
+    data = replace(config.data, prompts=prompts, eval_prompts=1)
+    trainer = Trainer(replace(config, seed=seed, data=data))
+    trainer.run(step - 1, progress=False)
+    return trainer._collect(step)[0], trainer.version
 
 
 def interrupted_rollout(

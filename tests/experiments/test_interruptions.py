@@ -11,6 +11,7 @@ from stablerl_core.experiments.interruptions import (
     PIECE,
     Interrupted,
     as_if_first,
+    batch_in_pieces,
     estimates_by_tag,
     in_pieces,
     interrupted_rollout,
@@ -47,6 +48,15 @@ def test_each_policy_draws_its_piece_and_is_written_down(two):
     assert (old - new)[batch.mask].abs().max() > 1e-2
     first = as_if_first({0: begun, 1: trainer.model}, batch)
     assert (first - old)[batch.mask].abs().max() < 1e-5
+
+
+def test_a_batch_in_pieces_is_what_the_step_would_train_on():
+    batch, version = batch_in_pieces(0, step=3, prompts=4)
+    config = few(in_pieces(old_logp="sampler")[0], 4)
+    trainer = Trainer(config)
+    trainer.run(2, progress=False)
+    assert version == 2 and int(batch.versions.max()) == 2
+    assert torch.equal(batch.tokens, trainer._collect(3)[0].tokens)
 
 
 def test_the_first_version_is_that_of_each_row(two):
