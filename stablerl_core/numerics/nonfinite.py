@@ -27,10 +27,11 @@ class NonfiniteReport:
     a gradient; `nan` made a NaN of it (the same where it was one at once, None where an infinity
     stayed one). `reached`: "loss", "outputs", or the parameters whose gradient is not finite.
     `repeats` has the first operation of each run on the same batch, None for a run without fault.
-    `replays` says by dtype whether the fault is there in that precision: "finite", "nonfinite",
-    or "not run: why". `sequences` are the rows that show the same fault alone, `prefix` how many
-    of their first tokens suffice; None where not asked for or not found, or where the model or
-    the loss could not take part of the batch: `not_split` says why. `hidden` are operations
+    `replays` says by dtype whether the fault is there in that precision: "finite", "nonfinite" (in
+    the same module), "elsewhere: in which module", or "not run: why". `sequences` are the rows
+    that show the same fault alone, `prefix` how many of their first tokens suffice; None where not
+    asked for or not found, or where the model or the loss could not take part of the batch:
+    `not_split` says why. `hidden` are operations
     that made a NaN which did not become the fault: it was masked away, averaged away or replaced,
     or it has the same cause.
     """
@@ -75,7 +76,7 @@ class NonfiniteReport:
             return "unknown"
         if not self.repeatable:
             return "random"
-        if "finite" in self.replays.values():
+        if any(found.startswith(("finite", "elsewhere")) for found in self.replays.values()):
             return "precision"
         return "path" if self.replays.get("float64") == "nonfinite" else "unknown"
 
@@ -104,7 +105,8 @@ def find_nonfinite(
     A repeated fault alone does not rule out precision: an overflow repeats too. That is what
     the replays are for. Every operation is checked, which is slow: this is for one batch.
     Parameters, gradients, buffers and the CPU's random stream are afterwards as before; hooks of
-    others, such as `AttentionWatch`, see all these passes. Compiled parts are not looked into.
+    others, such as `AttentionWatch`, see all these passes. Compiled parts are not looked into, and
+    a module that casts to float32 itself, as the norms of transformers do, casts in the replays.
 
     Raises `ValueError` for repeats < 1, a batch without a tensor, or a loss that is no scalar.
     Idea of the repeated batch: Megatron-LM's rerun state machine, which repeats a whole step.
@@ -115,7 +117,9 @@ def find_nonfinite(
     with _restored(model):
         runs = [_run(model, batch, loss, size) for _ in range(repeats)]
         fault = next((run for run in runs if run.first), runs[0])
-        replays = _replays(model, batch, loss, size) if replay and fault.first else {}
+        replays = {}
+        if replay and fault.first:
+            replays = _replays(model, batch, loss, size, fault.first)
         same = all(r.first and r.first.place == fault.first.place for r in runs if fault.first)
         part = (None, None, None)
         if bisect and fault.first and same and size[0]:
@@ -218,8 +222,8 @@ def _restored(model: nn.Module) -> Iterator[None]:
 # Replays ----------------------------------------------------------------------------------------
 
 
-def _replays(model, batch, loss, size) -> dict[str, str]:
-    """Whether the fault is there in each precision wider than the widest of the parameters."""
+def _replays(model, batch, loss, size, fault: Operation) -> dict[str, str]:
+    """Whether the fault is there in each precision wider than the narrowest of the parameters."""
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     bits = min((torch.finfo(d).bits for d in dtypes), default=16)
     kind, found = _device_of(model), {}
@@ -227,13 +231,24 @@ def _replays(model, batch, loss, size) -> dict[str, str]:
         if torch.finfo(dtype).bits <= bits:
             continue
         wide = copy.deepcopy(model).to(dtype)
+        if hasattr(wide, "set_experts_implementation"):  # transformers: grouped_mm has no float64
+            wide.set_experts_implementation("eager")
         try:
             with torch.autocast(kind, enabled=False):
                 run = _run(wide, _mapped(batch, partial(_cast, dtype)), loss, size)
-            found[name] = "nonfinite" if run.first else "finite"
+            found[name] = _compared(run.first, fault)
         except (RuntimeError, NotImplementedError, TypeError) as error:  # no such kernel
             found[name] = f"not run: {str(error).splitlines()[0]}"
     return found
+
+
+def _compared(found: Operation | None, fault: Operation) -> str:
+    """By module: another dtype may take other operations."""
+    if found is None:
+        return "finite"
+    if (found.module, found.phase, found.source) == (fault.module, fault.phase, fault.source):
+        return "nonfinite"
+    return f"elsewhere: {found.module}"
 
 
 def _device_of(model: nn.Module) -> str:

@@ -284,6 +284,9 @@ def test_a_mixture_of_experts_overflows_where_it_was_made_to():
     assert report.first.module.startswith("model.layers.1.self_attn")
     assert report.first.value == "inf" and report.repeatable and "loss" in report.reached
     assert report.sequences == (0,) and report.prefix is not None
+    # In float64 it passes there, and only the norm, which casts to float32, cannot take it.
+    assert report.replays == {"float64": "elsewhere: model.layers.1.post_attention_layernorm"}
+    assert report.cause == "precision"
 
 
 def test_a_fault_that_takes_all_sequences_is_not_blamed_on_one():
