@@ -31,9 +31,8 @@ class NonfiniteReport:
     the same module), "elsewhere: in which module", or "not run: why". `sequences` are the rows
     that show the same fault alone, `prefix` how many of their first tokens suffice; None where not
     asked for or not found, or where the model or the loss could not take part of the batch:
-    `not_split` says why. `hidden` are operations
-    that made a NaN which did not become the fault: it was masked away, averaged away or replaced,
-    or it has the same cause.
+    `not_split` says why. `hidden` are operations that made a NaN which did not become the fault:
+    it was masked away, averaged away or replaced, or it has the same cause.
     """
 
     first: Operation | None

@@ -193,9 +193,9 @@ def test_one_run_says_nothing_about_repeating():
 # What is no fault, and what hides one ----------------------------------------------------------
 
 
-def attention(x, bad=0.0, last=False):
+def attention(x, last=False):
     """Causal attention with −inf above the diagonal; `last` hides all keys of the first query."""
-    scores = x @ x.mT + bad
+    scores = x @ x.mT
     hidden = torch.ones(x.shape[1], x.shape[1]).triu(0 if last else 1).bool()
     return torch.softmax(scores.masked_fill(hidden, -math.inf), -1) @ x
 
@@ -206,12 +206,17 @@ def test_masking_with_infinity_is_no_fault():
     assert report.reached == () and report.replays == {} and report.sequences is None
 
 
-def test_the_mask_does_not_take_the_blame():
+@pytest.mark.parametrize("operation", ["aten.div", "aten.reciprocal"])
+def test_the_mask_does_not_take_the_blame(operation):
+    """Neither of a NaN nor of another infinity, though it was there before."""
+
     def formula(x):
-        return attention(x, bad=x[..., :1] / x[..., 1:2])
+        mask = torch.full((x.shape[1], x.shape[1]), -math.inf).triu(1)
+        bad = x[..., :1] / x[..., 1:2] if operation == "aten.div" else 1 / x[..., :1]
+        return torch.softmax(x @ x.mT + mask + bad, -1) @ x
 
     report = find_nonfinite(Planted(formula, 0.0), ids(), loss=mean_square)
-    assert report.first.operation == "aten.div" and report.first.token == COLUMN
+    assert report.first.operation == operation and report.first.token == COLUMN
 
 
 def test_a_query_without_a_key_is_the_softmax():
