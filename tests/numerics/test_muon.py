@@ -224,6 +224,18 @@ def test_low_precision_parameters(dtype):
         assert (low[name].double() - high[name]).norm() < 0.1 * moved
 
 
+def test_matrices_of_one_shape_and_two_precisions():
+    dtypes = {"layers.0.q_proj.weight": torch.float32, "layers.0.up.weight": torch.float64}
+    mixed = {k: nn.Parameter(p.to(dtypes.get(k, p.dtype))) for k, p in parameters(MIXED).items()}
+    alone = parameters(MIXED)
+    found, expected = (train(Muon(n.items(), **OPTIONS), n, 2) for n in (mixed, alone))
+    for name in expected:
+        tolerance = 1e-5 if found[name].dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(
+            found[name].double(), expected[name], rtol=tolerance, atol=tolerance
+        )
+
+
 # --- who updates what ----------------------------------------------------------------------------
 
 MUON_NAMES = {

@@ -239,6 +239,14 @@ def test_the_scores_never_exist_all_at_once(monkeypatch):
     torch.testing.assert_close(small, max_attention_logits(query, key, causal=True))
 
 
+def test_a_cache_with_room_behind_what_is_in_it():
+    """Two new tokens in a static cache for eight, of which five keys are filled."""
+    query, key = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 8, 4)
+    visible = torch.arange(8) <= torch.tensor([[3], [4]])
+    found = max_attention_logits(query, key, visible[None, None])
+    torch.testing.assert_close(found, brute_force(query, key, visible, 0.5))
+
+
 def test_half_precision_logits_beyond_65504_are_numbers():
     q = torch.full((1, 1, 1, 4), 200.0, dtype=torch.float16)
     assert max_attention_logits(q, q).item() == pytest.approx(200.0**2 * 4 / 2)
@@ -311,14 +319,16 @@ def test_counting_says_which_queries_of_which_forward():
 
 def test_counting_refuses_masks_that_do_not_fit():
     model = model_of("gqa")
-    clip = QKClip(model)
+    clip, modes = QKClip(model), torch._C._len_torch_function_stack()
     with clip.counting(PADDINGS["right"][:, 1:]), pytest.raises(ValueError, match=r"\(3, 8\)"):
         model(tokens(), use_cache=False)
     with clip.counting(PADDINGS["right"]):
         model(tokens(), use_cache=False)
         with pytest.raises(ValueError, match="fewer entries than the model had forwards"):
             model(tokens(), use_cache=False)
-    model(tokens(), use_cache=False)  # after an error the model still runs
+    # After an error the model still runs, and nothing goes on listening.
+    model(tokens(), use_cache=False)
+    assert torch._C._len_torch_function_stack() == modes
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
