@@ -62,6 +62,8 @@ def test_the_fault_comes_back_after_each_sync_and_stays_in_the_sampler():
         mine = faulty.model.get_submodule(name).weight
         assert max(len(row.unique()) for row in router.weight) <= 3 < len(mine[0].unique())
         assert torch.allclose(router.weight.abs().amax(-1), mine.abs().amax(-1), rtol=0.01)
+    sent, held = (m.model.embed_tokens.weight for m in (faulty.model, faulty.sampler))
+    assert torch.equal(sent.bfloat16().float(), held)
 
 
 def test_a_table_holds_the_experts_that_served_a_token_most():
@@ -105,6 +107,15 @@ def test_a_table_is_refreshed_when_due_and_only_then():
     assert made.sampler.table is first
     kr.persistent_table(made, 10)
     assert made.sampler.table is not first and made.sampler.table.shape == first.shape
+
+
+def test_what_is_served_is_the_samplers_and_in_its_precision():
+    made = trainer(sampler_precision="bfloat16")
+    assert kr.served_accuracy(made) > 0
+    made.sampler.lm_head.weight.data.zero_()
+    assert kr.served_accuracy(made) == 0 < made.evaluate()
+    made = trainer(sampler_precision="bfloat16", sampler_activations="float8_e4m3")
+    assert kr.look_at(made)["gap"] > 3 * kr.look_at(trainer(sampler_precision="bfloat16"))["gap"]
 
 
 def test_rows_come_every_ten_steps_with_what_is_served(monkeypatch):

@@ -96,6 +96,7 @@ def test_flips_are_those_of_the_trainers_own_choice(base, drawn):
     counted = rf.flips(batch, own)[rf.known_positions(batch)].float().mean(0)
     row = rf.look(model, batch)
     assert [row["flips_0"], row["flips_1"]] == pytest.approx(counted.tolist())
+    assert row["load"] == rf.busiest(own, 8) != rf.busiest(batch, 8) == row["load_sampler"]
 
 
 def test_the_reversed_direction_reports_less_than_the_true_gap(base, drawn):
