@@ -219,6 +219,12 @@ def test_the_mask_does_not_take_the_blame(operation):
     assert report.first.operation == operation and report.first.token == COLUMN
 
 
+def test_what_is_overwritten_is_no_cause():
+    model = Planted(lambda x: torch.full_like(x, math.nan).copy_(1 / x), 0.0)
+    report = find_nonfinite(model, ids(), loss=mean_square, repeats=1, bisect=False)
+    assert report.first.operation == "aten.reciprocal"
+
+
 def test_a_query_without_a_key_is_the_softmax():
     report = find_nonfinite(
         Planted(lambda x: attention(x, last=True), 1.0), ids(), loss=mean_square
