@@ -150,7 +150,10 @@ def figure(diagnosis: Diagnosis):
 
     drawn, axes = plt.subplots(2, 2, figsize=(9, 5.5), layout="constrained")
     for axis, (panel, rows, marks) in zip(axes.flat, _panels(diagnosis), strict=True):
-        for side, names in ((axis, panel.left), (axis.twinx(), panel.right)):
+        measured = {name for row in rows for name in row}
+        sides = [(axis, panel.left)]
+        sides += [(axis.twinx(), panel.right)] if measured & set(panel.right) else []
+        for side, names in sides:
             for name in names:
                 points = [(row["step"], row[name]) for row in rows if name in row]
                 if points:
@@ -161,7 +164,10 @@ def figure(diagnosis: Diagnosis):
             axis.axvline(step, color="black", lw=1, ls="--")
         axis.set_title(f"Layer {panel.layer}: {panel.title}", fontsize=10)
         axis.set_xlabel("step")
-        if axis.has_data():
-            axis.legend(fontsize=7, loc="best")
+        lines = [
+            line for side, _ in sides for line in side.get_lines() if line.get_label()[0] != "_"
+        ]
+        if lines:
+            sides[-1][0].legend(handles=lines, fontsize=7, loc="best")
     drawn.suptitle(f"{diagnosis.verdict} (confidence: {diagnosis.confidence})")
     return drawn
