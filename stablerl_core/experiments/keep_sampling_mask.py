@@ -51,12 +51,21 @@ stored set with every completion of negative advantage dropped.
 5. `top_k` and `min_p`: accuracy of `none` and `stored` does not differ.
 6. Truncation itself costs diversity: `top_p_stored` gives fewer distinct own answers than `whole`,
    at every step, and ends no higher in full accuracy.
+
+`mask_follow_up`, predicted after the results of the three above and before its own run:
+1. `whole_as_top_p` is trained without truncation and its own answers are sampled with top-p 0.9:
+   it does not end below `top_p_stored` of `mask_top_p`.
+2. `hot_as_grammar` is trained as `hot` and answers under the grammar: it ends below
+   `grammar_stored` of `mask_grammar` (differ).
+3. `grammar_stored_kl` has the stored set and a KL penalty of 0.1, which then looks at the kept
+   tokens only: its kept mass ends within 0.05 of that of `grammar_stored`, far below its start.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -209,17 +218,22 @@ class Answering(Experiment):
     """Every tenth step also answers 64 held-out problems eight times, in two ways.
 
     `full_…` from the whole distribution at temperature 1, `own_…` as the arm samples in
-    training: `…_accuracy`, and `…_distinct`, the mean number of different answers among eight.
+    training, or with the settings that `own` has for it: `…_accuracy`, and `…_distinct`, the mean
+    number of different answers among eight.
     `own_entropy` is that of the truncated distribution, `own_mass` the mass it keeps.
     """
 
+    own: Mapping[str, dict] = field(default_factory=dict)
+
     def rows(self, arm: str, seed: int) -> list[dict]:
         trainer = self.trainer(arm, seed)
-        found = {0: answers(trainer)}
+        policy = trainer.config.policy
+        own = trainer._sampling(PolicyConfig(**self.own[arm]) if arm in self.own else policy)
+        found = {0: answers(trainer, own)}
 
         def measure(row: dict) -> None:
             if row["step"] % 10 == 0:
-                found[row["step"]] = answers(trainer)
+                found[row["step"]] = answers(trainer, own)
 
         log = self.train(arm, trainer, progress=False, on_step=measure)
         every = self.log_every
@@ -227,11 +241,13 @@ class Answering(Experiment):
         return [row | found.get(row["step"], {}) for row in kept]
 
 
-def answers(trainer: Trainer, problems: int = 64, group_size: int = 8) -> dict[str, float]:
+def answers(
+    trainer: Trainer, own: Sampling, problems: int = 64, group_size: int = 8
+) -> dict[str, float]:
     """Accuracy, and different answers a problem, of the present policy: see `Answering`."""
     asked = trainer.task.sample("heldout", problems, seed=1)
     repeated = [p for p in asked for _ in range(group_size)]
-    ways = {"full": Sampling(), "own": trainer._sampling(trainer.config.policy)}
+    ways = {"full": Sampling(), "own": own}
     row = {}
     for purpose, (way, sampling) in enumerate(ways.items(), 4):
         given = (trainer.model, asked, trainer.version, purpose, group_size, sampling)
@@ -316,5 +332,15 @@ ALL = (
             "min_p_none": arm("none", **MIN_P),
             "min_p_stored": arm("stored", **MIN_P),
         },
+    ),
+    Answering(
+        "mask_follow_up",
+        __doc__,
+        {
+            "whole_as_top_p": arm("stored"),
+            "hot_as_grammar": arm("stored", **HOT),
+            "grammar_stored_kl": arm("stored", **GRAMMAR, kl_coef=0.1),
+        },
+        own={"whole_as_top_p": TOP_P, "hot_as_grammar": GRAMMAR},
     ),
 )

@@ -109,7 +109,8 @@ def test_own_answers_are_sampled_as_in_training(short):
     trainer = short.trainer("grammar_none", 0)
     batches, sample = [], trainer._sample
     trainer._sample = lambda *args: batches.append(sample(*args)) or batches[-1]
-    row = chapter.answers(trainer, problems=3, group_size=4)
+    own = trainer._sampling(trainer.config.policy)
+    row = chapter.answers(trainer, own, problems=3, group_size=4)
     full, own = batches
     assert full.sampling.temperature == 1 and full.kept is None
     assert own.sampling.temperature == 1.5 and len(own.tokens) == 12
@@ -122,3 +123,14 @@ def test_own_answers_are_sampled_as_in_training(short):
     assert row["own_entropy"] == pytest.approx(float(-(p * p.log()).sum(-1).mean()), rel=1e-4)
     mass = z.softmax(-1)[:, sorted(allowed)].sum(-1).mean()
     assert row["own_mass"] == pytest.approx(float(mass), rel=1e-4)
+
+
+def test_own_answers_may_be_sampled_in_another_way(short, monkeypatch):
+    seen = []
+    monkeypatch.setattr(chapter, "answers", lambda trainer, own: seen.append(own) or {})
+    (config,) = short.arms["grammar_none"]
+    one = {"grammar_none": (replace(config, steps=1),)}
+    replace(short, arms=one).rows("grammar_none", 0)
+    replace(short, arms=one, own={"grammar_none": {"top_p": 0.9}}).rows("grammar_none", 0)
+    assert [s.temperature for s in seen] == [1.5, 1] and [s.top_p for s in seen] == [1, 0.9]
+    assert seen[0].allowed and not seen[1].allowed
