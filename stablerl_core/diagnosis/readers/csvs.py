@@ -12,7 +12,7 @@ from ..log import LogError
 from .table import number
 from .text import Lines, shown
 
-_TB_NAME = re.compile(r"^(?:run-(?P<run>.+?)-)?tag-(?P<tag>.+)$")
+TB_NAME = re.compile(r"^(?:run-(?P<run>.+?)-)?tag-(?P<tag>.+)$")
 
 
 _LONG = ({"tag", "value"}, {"metric", "value"}, {"key", "value"}, {"name", "value"})
@@ -117,7 +117,7 @@ def _chart(header: list[str], rows, run: str | None, comma: bool) -> CsvTable:
 
 def _scalar(header: list[str], rows, path: Path) -> CsvTable:
     """TensorBoard's download of one scalar, whose name is in the file's: run-R-tag-T.csv."""
-    found = _TB_NAME.match(path.stem)
+    found = TB_NAME.match(path.stem)
     tag = found["tag"] if found else "Value"
     return CsvTable("tensorboard scalar", ["", "step", tag], rows, found["run"] if found else None)
 

@@ -74,7 +74,6 @@ class JsonList:
     def __init__(self, lines: Lines, key: str | None):
         self.lines, self.key = lines, key
         self.torn = False
-        self.bad = 0
 
     def __iter__(self) -> Iterator[dict]:
         decode = json.JSONDecoder().raw_decode
@@ -97,8 +96,6 @@ class JsonList:
                 continue
             if type(record) is dict:
                 yield record
-            else:
-                self.bad += 1
 
     def _start(self, pieces: Iterator[str]) -> str:
         """The text after the list's bracket."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..log import LogError
 from . import console, jsons, tensorboard
-from .csvs import _TB_NAME, delimiter_of, listed, open_csv
+from .csvs import TB_NAME, delimiter_of, listed, open_csv
 from .runs import STEP_NAMES
 from .table import Row, number
 from .text import Lines, encoding_of, head_of, shown
@@ -246,7 +246,7 @@ def _document(lines: Lines, path: Path, ask: Ask) -> Source:
 def _scalar_json(lines: Lines, path: Path) -> Source:
     """TensorBoard's download of one scalar: [[wall time, step, value], …]."""
     document = _read_document(lines, path)
-    found = _TB_NAME.match(path.stem)
+    found = TB_NAME.match(path.stem)
     tag = found["tag"] if found else "Value"
     points = [p for p in document if type(p) is list and len(p) == 3]
     steps = [number(p[1]) for p in points]

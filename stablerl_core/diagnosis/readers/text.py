@@ -40,14 +40,13 @@ class Lines:
 
     def __init__(self, path: Path, encoding: str):
         self.path, self.encoding = path, encoding
-        self.replaced = self.cut = self.number = 0
+        self.replaced = self.cut = 0
         self.torn = False
 
     def __iter__(self) -> Iterator[str]:
-        self.replaced = self.cut = self.number = 0
+        self.replaced = self.cut = 0
         with open(self.path, encoding=self.encoding, errors="replace") as file:
             while line := file.readline(LONGEST):
-                self.number += 1
                 self.torn = line[-1] != "\n"
                 if self.torn and len(line) == LONGEST:
                     self.cut += 1
