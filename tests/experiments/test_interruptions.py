@@ -90,19 +90,29 @@ def test_a_wrong_tag_has_wrong_weights():
 
 def test_what_is_too_old_gets_no_advantage_and_the_rest_keeps_its_own():
     config = few(in_pieces(old_logp="sampler")[0])
-    plain, dropping = Interrupted(config), Interrupted(config, max_age=0)
+    plain, dropping = Interrupted(config), Interrupted(config, max_age=1)
     plain.run(3, progress=False)
     dropping.version, dropping.sampler_version = 3, 3
     dropping.model, dropping.sampler = plain.model, plain.sampler
     dropping._in_flight = copy.deepcopy(plain._in_flight)
     batch, _, kept = dropping._collect(4)
     _, _, whole = plain._collect(4)
-    old = ((3 - batch.versions) * batch.mask).amax(1) > 0
-    assert old.any() and not kept[old].any() and torch.equal(kept[~old], whole[~old])
+    old = ((3 - batch.versions) * batch.mask).amax(1) > 1
+    assert old.any() and whole[~old].any() and not kept[old].any() and torch.equal(kept[~old], whole[~old])
     assert dropping.ages["dropped"] == pytest.approx(float(old.float().mean()))
     length = batch.mask.sum(1).float()
     assert dropping.ages["length_dropped"] == pytest.approx(float(length[old].mean()))
     assert dropping.ages["oldest"] == plain.ages["oldest"] > 0
+
+
+def test_at_random_as_many_are_dropped_and_not_the_old():
+    config = few(in_pieces(old_logp="sampler")[0])
+    old, anybody = Interrupted(config, max_age=1), Interrupted(config, max_age=1, at_random=True)
+    for trainer in (old, anybody):
+        trainer.run(3, progress=False)  # nothing is older yet: both are the same
+    (batch, _, kept), (same, _, others) = (t._collect(4) for t in (old, anybody))
+    assert torch.equal(batch.tokens, same.tokens) and 0 < old.ages["dropped"] < 1
+    assert old.ages["dropped"] == anybody.ages["dropped"] and not torch.equal(kept, others)
 
 
 def test_the_optimizer_forgets_after_a_push_and_not_between():
