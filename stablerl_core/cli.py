@@ -89,6 +89,7 @@ def _add_diagnose(commands) -> None:
     diagnose.add_argument(
         "--map", action="append", default=[], metavar="SIGNAL=COLUMN", help="take a column for"
     )
+    diagnose.add_argument("--run", help="which run, where the file or folder holds several")
     diagnose.add_argument("--json", action="store_true", help="print JSON")
     diagnose.add_argument("--html", metavar="FILE", help="also write a page with the four curves")
     diagnose.add_argument("--watch", action="store_true", help="read again whenever it grows")

@@ -21,7 +21,7 @@ def diagnose_file(options) -> int:
     mapping = column_map(options.map)
 
     def told() -> int:
-        answer = diagnose(read_log(options.file, options.format, mapping))
+        answer = diagnose(read_log(options.file, options.format, mapping, options.run))
         print(answer.to_json() if options.json else answer.to_text(), flush=True)
         if options.html:
             Path(options.html).write_text(answer.to_html(), encoding="utf-8")

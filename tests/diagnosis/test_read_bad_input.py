@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from read_fixtures import FIXTURES, TRL_ROWS, _jsonl, _verl_line
 
+from stablerl_core.cli import main
 from stablerl_core.diagnosis import LogError, read_log, signal_of
 from stablerl_core.diagnosis.readers import table
 
@@ -142,6 +143,18 @@ def test_a_step_that_wanders_is_not_one_run(tmp_path):
     steps = np.random.default_rng(0).permutation(200) + 1
     path = jsonl(tmp_path / "a.jsonl", [{"step": int(s), "loss": 1.0} for s in [0, *steps]])
     assert "goes back" in refused(path)
+
+
+def test_the_command_takes_a_run_and_a_column_for_the_step(tmp_path, capsys):
+    path = jsonl(tmp_path / "a.jsonl", RUN + RUN)
+    assert main(["diagnose", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "holds 2 runs" in told and "Traceback" not in told
+    assert main(["diagnose", str(path), "--run", "2"]) in (0, 1, 3)
+    assert main(["diagnose", str(path), "--run", "2", "--map", "step=loss"]) in (0, 1, 3)
+    assert main(["diagnose", str(path), "--run", "9"]) == 2
+    assert main(["diagnose", str(tmp_path / "a\nb")]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
 
 
 # --- a run that was resumed --------------------------------------------------------------------
