@@ -256,8 +256,8 @@ def _orthogonalize(names: Sequence[str], updates: list[Tensor], group: dict[str,
             rows, columns = block.shape[-3] * block.shape[-2], block.shape[-1]
             size = SCALES[group["scale"]](rows, columns)
             shape = (min(rows, columns), max(rows, columns))
-            batches[*shape, size, block.device, block.dtype].append(block)
-    for (*_, size, _, _), blocks in batches.items():
+            batches[*shape, size, block.device].append(block)
+    for (*_, size, _), blocks in batches.items():
         for part in _portions(blocks):
             _orthogonalize_batch(part, size, group)
 

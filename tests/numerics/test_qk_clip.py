@@ -351,15 +351,17 @@ def test_gradient_checkpointing_is_seen(reentrant, explicit):
 
 
 @pytest.mark.parametrize("kind", ["mha", "gqa", "mla"])
-def test_a_single_new_token_with_a_cache(kind):
-    """transformers then packs the heads of a group into queries."""
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_a_single_new_token_with_a_cache(kind, padding):
+    """Where there is padding, transformers then packs the heads of a group into queries."""
     model = model_of(kind)
-    (expected,) = expected_maxima(model).values()
-    clip = QKClip(model, tau=1e6)
-    out = model(tokens()[:, :1], use_cache=True)
+    (expected,) = expected_maxima(model, padding).values()
+    clip, mask = QKClip(model, tau=1e6), PADDINGS[padding].long()
+    out = model(tokens()[:, :1], attention_mask=mask[:, :1], use_cache=True)
     key = "cache" if "cache" in out else "past_key_values"
     for t in range(1, 9):
-        model(tokens()[:, t : t + 1], use_cache=True, **{key: out[key]})
+        given = {"attention_mask": mask[:, : t + 1], key: out[key]}
+        model(tokens()[:, t : t + 1], use_cache=True, **given)
     (found,) = clip.watch.maxima.values()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
 
