@@ -365,6 +365,11 @@ def test_shares_in_per_cent_and_no_shares(tmp_path):
     )
 
 
+def test_a_little_above_one_is_no_per_cent(tmp_path):
+    (tmp_path / "a.csv").write_text("step,loss,eval_acc\n1,1,0.9\n2,1,1.2\n")
+    assert read_log(tmp_path / "a.csv").series("heldout_accuracy").values.tolist() == [0.9, 1.2]
+
+
 def test_entropy_of_either_sign(tmp_path):
     (tmp_path / "a.csv").write_text("step,loss,entropy_loss\n1,1,-0.5\n2,1,-0.25\n")
     log = read_log(tmp_path / "a.csv")
