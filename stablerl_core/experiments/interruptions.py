@@ -21,9 +21,6 @@ one the rest. What the completions say of the newer one's pass rate with weights
 of each token (`each`), of the first, or of the last, beside the pass rate itself (`true`); and the
 mean weight, which is 1 if the weights are right.
 
-`random_drop` has one arm, part_thin: as part_drop, but each batch loses as many completions as the
-tag would drop, chosen at random. It was added when part_drop had collapsed.
-
 Predictions, written after one seed of 24 steps of part_trainer and part_sampler and before the
 repeated runs. Final accuracy is the mean of steps 30 and 40:
 
@@ -39,8 +36,6 @@ repeated runs. Final accuracy is the mean of steps 30 and 40:
    intervals, at every distance. With `first` the mean weight is above 1 and the effective sample
    size (`ess`, share) below that of `each`. With `last`, no weights, the estimate differs from
    `true` by nothing that five seeds can show: a pass rate is not where a wrong tag is seen.
-7. part_thin collapses in at most one seed and ends above part_drop (paired interval above 0): what
-   ruins part_drop is whom it drops, not how many. Its answers do not grow.
 """
 
 from __future__ import annotations
@@ -64,6 +59,15 @@ from .measured import Measured
 from .off_policy import stale
 
 PIECE, ON_THEIR_WAY = 4, 48  # tokens until the next push, groups
+
+
+LATER = """
+`random_drop`, added when part_drop had collapsed, has one arm, part_thin: as part_drop, but each
+batch loses as many completions as the tag would drop, chosen at random. Predicted before it ran:
+
+7. part_thin collapses in at most one seed and ends above part_drop (paired interval above 0): what
+   ruins part_drop is whom it drops, not how many. Its answers do not grow.
+"""
 
 
 class Interrupted(Trainer):
@@ -237,7 +241,7 @@ INTERRUPTIONS = Measured(
 
 RANDOM_DROP = Measured(
     name="random_drop",
-    prediction=__doc__,
+    prediction=__doc__ + LATER,
     arms={
         "part_thin": partial(
             interrupted_run, configs=in_pieces(old_logp="sampler"), max_age=2, at_random=True

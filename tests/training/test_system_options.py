@@ -153,7 +153,7 @@ def test_min_p_truncates_what_is_sampled_and_scored():
     assert (drawn >= 0.3 * probs.amax(-1) - 1e-6)[batch.mask].all()
     assert (drawn < 0.999 * probs.amax(-1))[batch.mask].any()
     kept = Trainer(tiny_config(**options)).step()
-    lost = Trainer(tiny_config(**options, system__keep_sampling_mask=False)).step()
+    lost = Trainer(tiny_config(**options, system__sampling_mask="none")).step()
     assert kept["logp_gap"] < 1e-5 and lost["logp_gap"] > 0.01
 
 
