@@ -159,17 +159,19 @@ def watching(length: int, exact: bool, rounds: int) -> dict:
 
 
 def rl_step(prompts: int, rounds: int) -> dict:
-    """A whole step of the Trainer with QK-Clip (τ out of reach, so that both do the same) over one
-    without: rollout, rewards, update."""
+    """A whole step of the Trainer with QK-Clip, at a τ that no logit reaches, over one without.
+
+    Both do the same: rollout, rewards, update, and at every fifth step probes, where the largest
+    logit is searched for.
+    """
 
     def trainer(tau: float | None) -> Trainer:
         data = DataConfig(prompts=prompts, eval_every=NEVER, eval_prompts=1)
         numerics = NumericsConfig(optimizer="muon", learning_rate=RATE["lr"], qk_clip=tau)
-        settings = {"data": data, "numerics": numerics, "steps": NEVER, "probe_every": NEVER}
-        return Trainer(TrainerConfig(**settings))
+        return Trainer(TrainerConfig(steps=NEVER, data=data, numerics=numerics))
 
-    case = f"GRPO step of the Trainer, {prompts} × 8, the largest logit"
-    return _row(case, trainer(None).step, trainer(1e9).step, rounds)
+    case = f"GRPO step of the Trainer, {prompts} × 8"
+    return _row(case, trainer(None).step, trainer(100.0).step, rounds)
 
 
 def measure(args: argparse.Namespace) -> dict:

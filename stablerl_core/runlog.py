@@ -54,7 +54,9 @@ SIGNALS: dict[str, Signal] = {
     "update_norm": Signal(3, "2-norm", "norm of the parameter change of the whole step"),
     "learning_rate": Signal(3, "1", "learning rate of the last update"),
     "attention_logit_max": Signal(
-        3, "logit", "largest q·k/√d of any head in the step's updates, where QK-Clip watches"
+        3,
+        "logit",
+        "largest q·k/√d of any head in the updates of a probed step, where QK-Clip is on",
     ),
     "clipped_heads": Signal(
         3, "heads", "heads whose query and key weights QK-Clip shrank, over all updates of the step"

@@ -17,7 +17,8 @@ from .attention import AttentionWatch, attention_layers, normalised
 class QKClipReport:
     """What one `QKClip.step` saw and did.
 
-    `max_logits` (H,) by layer, −inf for a head that saw nothing; `clipped` heads of all `heads`;
+    `max_logits` (H,) by layer, −inf for a head that saw nothing, upper bounds where the search was
+    not `exact` and no head of the layer exceeded τ; `clipped` heads of all `heads`;
     `smallest` the smallest factor γ; `nonfinite` heads that had a NaN or inf among their logits.
     """
 
@@ -71,8 +72,9 @@ class QKClip:
     LoRA adapters (peft) are scaled so that W + s·B A obeys: the rows of W, though frozen, and of
     B. `masters` maps a parameter to the float32 copy that an optimizer keeps of it: both are
     scaled. A head with a NaN or inf among its logits is counted; its finite ones still clip.
-    `exact=False` clips the same heads by the same factors, but looks for the largest logit only in
-    layers where some head might exceed τ; of the others it reports an upper bound.
+    Only in layers where some head might exceed τ, by the lengths of its queries and keys, is the
+    largest logit searched for; of the others an upper bound is reported. `exact` (which may be set
+    between steps) searches everywhere, which costs another product Q Kᵀ, and clips the same.
 
     Raises `ValueError` for a model with QK-norm, whose logits do not depend on the scale of
     these weights, with clamped projections, or with projections it does not know; and, at
@@ -86,7 +88,7 @@ class QKClip:
         *,
         alpha: float = 0.5,
         shared_keys: str = "group",
-        exact: bool = True,
+        exact: bool = False,
         masters: Mapping[Tensor, Tensor] | None = None,
         group: torch.distributed.ProcessGroup | None = None,
     ):
@@ -102,7 +104,17 @@ class QKClip:
             _refuse(name, layer)
             alone = shared_keys == "query"
             self._layouts[name] = _layout(name, layer, 1.0 if alone else alpha, alone)
-        self.watch = AttentionWatch(model, None if exact else tau)
+        self.watch = AttentionWatch(model)
+        self.exact = exact
+
+    @property
+    def exact(self) -> bool:
+        """Whether the largest logits are searched for where they cannot exceed τ, too."""
+        return self.watch.enough is None
+
+    @exact.setter
+    def exact(self, value: bool) -> None:
+        self.watch.enough = None if value else self.tau
 
     def counting(self, *masks: Tensor):
         """Context in which the n-th forward counts, of its queries those in masks[n] (B, Q)."""

@@ -207,6 +207,8 @@ class Trainer:
         batch, row, advantages = self._collect(n)
         due = n % self.config.probe_every == 0 or n == 1
         probe = self._before(batch) if due else None
+        if self._qk_clip:
+            self._qk_clip.exact = due
         row |= self._update(batch, advantages)
         self.version = n
         if probe is not None:
@@ -430,7 +432,8 @@ class Trainer:
             row["weight_ess"] = corrected[1]
         clips = [u.clipped for u in done if u.clipped and u.clipped.max_logit > -math.inf]
         if clips:
-            row["attention_logit_max"] = max(clip.max_logit for clip in clips)
+            if self._qk_clip.exact:  # else some are bounds
+                row["attention_logit_max"] = max(clip.max_logit for clip in clips)
             row["clipped_heads"] = sum(clip.clipped for clip in clips)
         if policy.objective == "bapo":
             for name in ("clip_low", "clip_high"):  # an update without rows searched nothing

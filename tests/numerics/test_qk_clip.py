@@ -276,7 +276,7 @@ def test_watching_changes_no_bit_of_forward_and_backward(kind):
 def test_the_maximum_is_over_all_forwards_that_train_since_the_last_step():
     model = model_of("gqa", layers=2)
     each = [expected_maxima(model, seed=seed) for seed in (0, 1, 2)]
-    clip = QKClip(model, tau=1e6)
+    clip = QKClip(model, tau=1e6, exact=True)
     with torch.no_grad():
         forward(model, seed=0)  # a rollout
     assert not clip.watch.maxima
@@ -299,7 +299,7 @@ def test_counting_says_which_queries_of_which_forward():
     """Completions padded on the right without an attention mask, as in this package's loop."""
     model = model_of("gqa")
     expected = {p: expected_maxima(model, p)["model.layers.0.self_attn"] for p in PADDINGS}
-    clip = QKClip(model, tau=1e6)
+    clip = QKClip(model, tau=1e6, exact=True)
     (name,) = clip.watch.layers
     with clip.counting(PADDINGS["right"], PADDINGS["none"].bool()):
         with torch.no_grad():  # inside, also a forward without a gradient counts
@@ -319,7 +319,7 @@ def test_counting_says_which_queries_of_which_forward():
 
 def test_counting_refuses_masks_that_do_not_fit():
     model = model_of("gqa")
-    clip, modes = QKClip(model), torch._C._len_torch_function_stack()
+    clip, modes = QKClip(model, exact=True), torch._C._len_torch_function_stack()
     with clip.counting(PADDINGS["right"][:, 1:]), pytest.raises(ValueError, match=r"\(3, 8\)"):
         model(tokens(), use_cache=False)
     with clip.counting(PADDINGS["right"]):
@@ -338,7 +338,7 @@ def test_gradient_checkpointing_is_seen(reentrant, explicit):
     expected = expected_maxima(model, "right")
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
-    clip = QKClip(model, tau=1e6)
+    clip = QKClip(model, tau=1e6, exact=True)
     if explicit:
         with clip.counting(PADDINGS["right"]):
             loss = model(tokens(), use_cache=False).logits.sum()
@@ -356,7 +356,7 @@ def test_a_single_new_token_with_a_cache(kind, padding):
     """Where there is padding, transformers then packs the heads of a group into queries."""
     model = model_of(kind)
     (expected,) = expected_maxima(model, padding).values()
-    clip, mask = QKClip(model, tau=1e6), PADDINGS[padding].long()
+    clip, mask = QKClip(model, tau=1e6, exact=True), PADDINGS[padding].long()
     out = model(tokens()[:, :1], attention_mask=mask[:, :1], use_cache=True)
     key = "cache" if "cache" in out else "past_key_values"
     for t in range(1, 9):
@@ -429,11 +429,11 @@ def test_scaling_queries_alone_keeps_other_heads_of_the_group(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("padding", PADDINGS)
-def test_an_inexact_watch_clips_the_same_and_bounds_the_rest(kind, padding):
+def test_without_a_search_it_clips_the_same_and_bounds_the_rest(kind, padding):
     exact, other = model_of(kind, layers=2), model_of(kind, layers=2)
     first = list(expected_maxima(exact, padding).values())
     for tau in (first[0].max().item() * 0.7, 1e3):
-        clips = [QKClip(exact, tau=tau), QKClip(other, tau=tau, exact=False)]
+        clips = [QKClip(exact, tau=tau, exact=True), QKClip(other, tau=tau)]
         reports = []
         for model, clip in zip((exact, other), clips, strict=True):
             forward(model, padding)

@@ -12,7 +12,6 @@ from tiny import tiny_config
 from stablerl_core.numerics import AttentionWatch, Muon, QKClip, fused_splits
 from stablerl_core.training import NumericsConfig, Trainer, TrainerConfig, small_moe
 from stablerl_core.training import trainer as trainer_module
-from stablerl_core.training.rollout import completion_scores
 
 VARIANTS = {
     "muon": dict(numerics__optimizer="muon", numerics__weight_decay=0.1),
@@ -24,6 +23,15 @@ VARIANTS = {
 
 def lengths(texts, *_):
     return [float(len(text)) for text in texts]
+
+
+def spied_pieces(monkeypatch):
+    """The parts of rollouts that are differentiated, as they come."""
+    pieces, plain = [], trainer_module.completion_scores
+    monkeypatch.setattr(
+        trainer_module, "completion_scores", lambda m, p: pieces.append(p) or plain(m, p)
+    )
+    return pieces
 
 
 def rows(log):
@@ -77,8 +85,9 @@ def test_the_update_is_that_of_muon_with_every_matrix_on_its_own(monkeypatch):
 def test_muon_clip_clips_what_the_trained_forward_saw_and_tells():
     """The bound of 2 holds, up to the update itself, from the first step on."""
     options = VARIANTS["muon_clip"]
-    free = tiny_config(steps=6, numerics__optimizer="muon", numerics__qk_clip=1e9)
-    bound = tiny_config(steps=6, **options)
+    each = {"steps": 6, "probe_every": 1}
+    free = tiny_config(**each, numerics__optimizer="muon", numerics__qk_clip=1e9)
+    bound = tiny_config(**each, **options)
     logs = [Trainer(c, reward=lambda *_: [1, 0] * 12).run(progress=False) for c in (free, bound)]
     (_, hot), (_, cool) = (log.series("attention_logit_max") for log in logs)
     assert hot[0] == cool[0] and max(cool[2:]) < 3 < 6 < min(hot)
@@ -86,31 +95,50 @@ def test_muon_clip_clips_what_the_trained_forward_saw_and_tells():
     assert logs[1].series("clipped_heads")[1][0] > 0
 
 
-def test_only_what_was_trained_on_counts_and_padding_does_not(monkeypatch):
-    """The rollout, the evaluation and what stands behind the end of an answer are not seen."""
+def test_only_what_was_trained_on_counts(monkeypatch):
+    """The rollout, the probes and the evaluation are not seen; completions, one by one, are."""
     trainer = Trainer(tiny_config(numerics__qk_clip=50.0, probe_every=1, data__eval_every=1))
-    pieces = []
-    plain = trainer_module.completion_scores
-
-    def spy(model, piece):
-        pieces.append(piece)
-        return plain(model, piece)
-
-    monkeypatch.setattr(trainer_module, "completion_scores", spy)
+    pieces = spied_pieces(monkeypatch)
     row = trainer.step()
     model, found = Trainer(tiny_config()).model, []
     watch = AttentionWatch(model)
     for piece in pieces:
-        for i in range(len(piece.tokens)):  # one completion at a time, with nothing behind its end
+        for i in range(len(piece.tokens)):
             ids = piece.prompt[i][piece.prompt_mask[i]], piece.tokens[i][piece.mask[i]][:-1]
             watch.reset()
             model(torch.cat(ids)[None], use_cache=False)
             found.append(max(float(m.max()) for m in watch.maxima.values()))
     assert row["attention_logit_max"] == pytest.approx(max(found), rel=1e-5)
-    watch.reset()
-    for piece in pieces:
-        completion_scores(model, piece)
-    assert max(float(m.max()) for m in watch.maxima.values()) >= max(found)
+
+
+def test_padding_does_not_count(monkeypatch):
+    """What stands before a prompt, and behind the end of an answer, is left out by name."""
+    trainer = Trainer(
+        tiny_config(numerics__qk_clip=50.0, policy__temperature=2.0, data__max_new_tokens=14),
+        reward=lengths,
+    )
+    pieces, masks = spied_pieces(monkeypatch), []
+    plain = trainer._qk_clip.counting
+    monkeypatch.setattr(trainer._qk_clip, "counting", lambda *m: masks.append(m) or plain(*m))
+    trainer.step()
+    assert len(pieces) == len(masks) > 1
+    for piece, (prompts, completions) in zip(pieces, masks, strict=True):
+        assert torch.equal(completions, piece.mask[:, 1:])
+        assert prompts.sum() * len(piece.mask) >= piece.prompt_mask.sum() > 0
+    assert not all(completions.all() for _, completions in masks)
+
+
+def test_between_probes_a_bound_is_enough_and_clips_the_same():
+    """The logged logit is one that was searched for; what is clipped does not depend on it."""
+    often, seldom = (
+        Trainer(tiny_config(steps=5, probe_every=n, **VARIANTS["muon_clip"]), reward=lengths)
+        for n in (1, 3)
+    )
+    logs = [trainer.run(progress=False) for trainer in (often, seldom)]
+    assert logs[0].series("attention_logit_max")[0] == [1, 2, 3, 4, 5]
+    assert logs[1].series("attention_logit_max")[0] == [1, 3]
+    assert logs[0].series("clipped_heads") == logs[1].series("clipped_heads")
+    assert equal(weights(often), weights(seldom))
 
 
 def test_without_an_option_nothing_is_watched():
