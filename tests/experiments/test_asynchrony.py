@@ -105,6 +105,8 @@ def test_a_cap_bounds_the_backlog_that_jitter_builds(small):
     assert [r["step"] for r in free] == list(range(25, 201, 25))
     assert max(r["waiting"] for r in free) > max(r["waiting"] for r in capped)
     assert max(r["oldest"] for r in free) > 3
+    oldest = [r["oldest"] for r in free]
+    assert oldest != sorted(oldest), "each row is about its own updates"
 
 
 def test_a_timed_run_is_the_run_and_says_what_it_took():

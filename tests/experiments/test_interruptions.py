@@ -43,6 +43,8 @@ def test_each_policy_draws_its_piece_and_is_written_down(two):
     assert torch.equal(batch.versions[batch.mask], (place >= PIECE).long()[batch.mask])
     with torch.no_grad():
         old, new = (completion_logp(model, batch) for model in (begun, trainer.model))
+    ended = batch.finished | (batch.mask.sum(1) == trainer.config.data.max_new_tokens)
+    assert ended.all() and int(batch.mask.sum(1).max()) > 2 * PIECE
     drawn = torch.where(place < PIECE, old, new)
     assert (drawn - batch.sampler_logp)[batch.mask].abs().max() < 1e-4
     assert (old - new)[batch.mask].abs().max() > 1e-2
@@ -123,6 +125,9 @@ def test_the_optimizer_forgets_after_a_push_and_not_between():
         trainer.step()
         states.append(len(trainer._optimizer.state))
     assert states[0] == states[2] > 0 == states[1] == states[3]
+    plain = Interrupted(few(stale(2, updates=1)[0]))
+    plain.run(2, progress=False)
+    assert len(plain._optimizer.state) == states[0]
 
 
 def test_old_policies_are_kept_as_long_as_they_are_asked_for():
