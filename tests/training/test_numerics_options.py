@@ -9,9 +9,10 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from stablerl_core.numerics import AttentionWatch, Muon, QKClip, fused_splits
+from stablerl_core.numerics import AttentionWatch, Muon, QKClip, fused_splits, uses_muon
 from stablerl_core.training import NumericsConfig, Trainer, TrainerConfig, small_moe
 from stablerl_core.training import trainer as trainer_module
+from stablerl_core.training.checkpoint import load_checkpoint
 
 VARIANTS = {
     "muon": dict(numerics__optimizer="muon", numerics__weight_decay=0.1),
@@ -80,6 +81,31 @@ def test_the_update_is_that_of_muon_with_every_matrix_on_its_own(monkeypatch):
     options = {"lr": rate, "weight_decay": 0.1, "splits": fused_splits(twin.model)}
     Muon(named.items(), **options).step()
     assert equal(weights(trainer), named)
+
+
+def test_the_seeds_norm_cap_moves_each_matrix_by_at_most_the_learning_rate():
+    trainer = Trainer(tiny_config(numerics__optimizer="update_norm_cap", numerics__warmup=0))
+    before = weights(trainer)
+    rate, moved = trainer.step()["learning_rate"], 0
+    for name, p in weights(trainer).items():
+        if uses_muon(name, p.shape):
+            step = (p - before[name]).reshape(-1, *p.shape[-2:])
+            halves = step.chunk(2, 1) if "gate_up" in name else (step,)
+            norms = torch.cat([half.flatten(1).norm(dim=1) for half in halves])
+            norms = norms[norms > 0]  # an expert without a token has not moved yet
+            torch.testing.assert_close(norms, torch.full_like(norms, rate), rtol=1e-2, atol=0)
+            moved += len(norms)
+    assert 2 * 4 < moved <= 2 * (4 + 8 * 3)
+
+
+def test_a_checkpoint_names_each_state_after_its_parameter(tmp_path):
+    trainer = Trainer(tiny_config(steps=2, out=str(tmp_path), **VARIANTS["muon"]))
+    trainer.run(progress=False)
+    tensors, _ = load_checkpoint(tmp_path)
+    for name, p in trainer.model.named_parameters():
+        field = "momentum_buffer" if uses_muon(name, p.shape) else "exp_avg"
+        saved = tensors[f"optimizer.{name}.{field}"]
+        assert torch.equal(saved, trainer._optimizer.state[p][field]) and saved.shape == p.shape
 
 
 def test_muon_clip_clips_what_the_trained_forward_saw_and_tells():
