@@ -86,16 +86,16 @@ def test_the_update_is_that_of_muon_with_every_matrix_on_its_own(monkeypatch):
 def test_the_seeds_norm_cap_moves_each_matrix_by_at_most_the_learning_rate():
     trainer = Trainer(tiny_config(numerics__optimizer="update_norm_cap", numerics__warmup=0))
     before = weights(trainer)
-    rate, moved = trainer.step()["learning_rate"], 0
+    rate, moved = trainer.step()["learning_rate"], []
     for name, p in weights(trainer).items():
         if uses_muon(name, p.shape):
             step = (p - before[name]).reshape(-1, *p.shape[-2:])
             halves = step.chunk(2, 1) if "gate_up" in name else (step,)
-            norms = torch.cat([half.flatten(1).norm(dim=1) for half in halves])
-            norms = norms[norms > 0]  # an expert without a token has not moved yet
-            torch.testing.assert_close(norms, torch.full_like(norms, rate), rtol=1e-2, atol=0)
-            moved += len(norms)
-    assert 2 * 4 < moved <= 2 * (4 + 8 * 3)
+            moved += [half.flatten(1).norm(dim=1) for half in halves]
+    norms = torch.cat(moved) / rate
+    # An expert with one token or none has a gradient of rank one or zero, which stays below.
+    assert len(norms) == 2 * (4 + 8 * 3) and norms.max() < 1.01
+    assert (norms > 0.99).float().mean() > 0.7
 
 
 def test_a_checkpoint_names_each_state_after_its_parameter(tmp_path):
