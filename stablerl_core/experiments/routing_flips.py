@@ -48,15 +48,15 @@ from ..training import (
     TrainerConfig,
     completion_logits,
     completion_logp,
-    rollout,
     round_weights,
     rounded_activations,
     routers,
     train_base,
 )
 from ..training.models import FAMILIES
-from ..training.rollout import encode_prompts, with_own_routing
+from ..training.rollout import with_own_routing
 from .measured import Measured
+from .sampled import completions_of
 
 RECIPE = RECIPES["mixtral-cpu-sort"]
 PROMPTS, GROUP = 32, 8
@@ -197,17 +197,7 @@ SAMPLERS = {
 def roll(model: nn.Module, tokenizer, seed: int) -> Rollout:
     """Completions of training problems with the routing that drew them."""
     problems = task_by_name(RECIPE.task, RECIPE.task_options).sample("train", PROMPTS, seed)
-    prompt, mask = encode_prompts(tokenizer, [p.prompt for p in problems], model.device)
-    return rollout(
-        model,
-        prompt,
-        mask,
-        group_size=GROUP,
-        max_new_tokens=24,
-        eos_token_id=tokenizer.eos_token_id,
-        generator=torch.Generator().manual_seed(seed),
-        record_routing=True,
-    )
+    return completions_of(model, tokenizer, problems, seed, group_size=GROUP, record_routing=True)
 
 
 def by_precision(

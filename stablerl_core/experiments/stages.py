@@ -49,11 +49,11 @@ from ..training import (
     Trainer,
     TrainerConfig,
     completion_logits,
-    rollout,
 )
 from ..training.base import _pack, demonstration
-from ..training.rollout import decode_completions, encode_prompts
+from ..training.rollout import decode_completions
 from .measured import Measured
+from .sampled import completions_of
 
 SECOND, THIRD, FOURTH = 40, 80, 81  # the steps after stages 2, 3 and 4
 CHECKED = (41, 42, 45, 50, 60, 70, 80)  # steps of stage 3 after which the skills are measured
@@ -119,16 +119,7 @@ def by_kind(
 
 def sample(model, tokenizer, problems: Sequence[Problem], seed: int) -> tuple[Rollout, list[str]]:
     """One completion of each problem, drawn from `model` at temperature 1; and their texts."""
-    prompt, mask = encode_prompts(tokenizer, [p.prompt for p in problems], model.device)
-    batch = rollout(
-        model,
-        prompt,
-        mask,
-        group_size=1,
-        max_new_tokens=24,
-        eos_token_id=tokenizer.eos_token_id,
-        generator=torch.Generator(device=model.device).manual_seed(seed),
-    )
+    batch = completions_of(model, tokenizer, problems, seed)
     return batch, decode_completions(tokenizer, batch)
 
 

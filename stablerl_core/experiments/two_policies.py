@@ -57,13 +57,13 @@ from ..training import (
     completion_logp,
     load_base,
     pass_rate,
-    rollout,
     train_base,
 )
 from ..training.base import RECIPES
 from ..training.precision import round_weights
-from ..training.rollout import cache_argument, encode_prompts
+from ..training.rollout import cache_argument
 from .measured import Measured
+from .sampled import completions_of
 
 CLIP = 0.2  # PPO's and GRPO's
 COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -197,16 +197,7 @@ def sample(
 ) -> Rollout:
     """Sorting problems of `seed`, answered by `model` with its cache, at temperature 1."""
     problems = task_by_name("sort", {}).sample("train", prompts, seed=seed)
-    ids, mask = encode_prompts(tokenizer, [p.prompt for p in problems], model.device)
-    return rollout(
-        model,
-        ids,
-        mask,
-        group_size=group_size,
-        max_new_tokens=24,
-        eos_token_id=tokenizer.eos_token_id,
-        generator=torch.Generator().manual_seed(seed),
-    )
+    return completions_of(model, tokenizer, problems, seed, group_size=group_size)
 
 
 @torch.no_grad()
