@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import sharp_moe, tiny_config
+from tiny import sharp_moe, step_gradients, tiny_config
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from stablerl_core.rewards import Problem, task_by_name
@@ -88,20 +88,6 @@ def run(config, **options):
     trainer = Trainer(config, **options)
     trainer.run(progress=False)
     return trainer
-
-
-def gradients(trainer, monkeypatch):
-    """Gradient vectors of all updates of one step, before clipping."""
-    seen = []
-    plain = trainer._apply
-
-    def spy(loss):
-        seen.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
-        return plain(loss)
-
-    monkeypatch.setattr(trainer, "_apply", spy)
-    trainer.step()
-    return seen
 
 
 # --- the same seed, the same run -------------------------------------------------------------
@@ -388,7 +374,7 @@ OBJECTIVES = [
 
 
 def one_gradient(monkeypatch, **changes):
-    return gradients(Trainer(tiny_config(probe_every=9, **changes)), monkeypatch)[0]
+    return step_gradients(Trainer(tiny_config(probe_every=9, **changes)), monkeypatch)[0]
 
 
 @pytest.mark.parametrize("objective, aggregation", OBJECTIVES)
@@ -423,8 +409,8 @@ def test_rows_without_advantage_are_left_out_without_a_trace(monkeypatch, object
                 rows_scored.append(len(batch.tokens)) or plain(model, batch)
             ),
         )
-    a, scored_by_lean = gradients(lean, monkeypatch)[0], sum(rows_scored)
-    b, scored_by_full = gradients(full, monkeypatch)[0], sum(rows_scored) - scored_by_lean
+    a, scored_by_lean = step_gradients(lean, monkeypatch)[0], sum(rows_scored)
+    b, scored_by_full = step_gradients(full, monkeypatch)[0], sum(rows_scored) - scored_by_lean
     assert scored_by_lean < 48 and scored_by_full == 48 + 48  # policy and reference
     assert a.norm() > 1e-2 and (a - b).norm() < 1e-6 * a.norm()
     assert lean.log.rows[1]["loss"] == pytest.approx(full.log.rows[1]["loss"], rel=1e-6, abs=1e-7)
@@ -440,7 +426,7 @@ def test_the_gradient_is_that_of_the_formula(monkeypatch):
     collected = []
     plain = trainer._collect
     monkeypatch.setattr(trainer, "_collect", lambda n: collected.append(plain(n)) or collected[-1])
-    actual = gradients(trainer, monkeypatch)[0]
+    actual = step_gradients(trainer, monkeypatch)[0]
     (batch, row, _) = collected[0]
     model, tokenizer = load_base("mixtral-cpu-sort")
     texts = trainer_module.decode_completions(tokenizer, batch)
