@@ -96,8 +96,10 @@ def contains(texts, problems, cut) -> list[float]:
 def reversed_gold(texts, problems, cut) -> list[float]:
     """The gold answers of another task: the digits in descending order."""
     wanted = ["#" + p.gold[::-1] for p in problems]
-    near = [sum(a == b for a, b in zip(t, w, strict=False)) for t, w in zip(texts, wanted)]  # noqa: B905
-    return [n / len(w) for n, w in zip(near, wanted, strict=True)]
+    return [
+        sum(a == b for a, b in zip(text, want, strict=False)) / len(want)
+        for text, want in zip(texts, wanted, strict=True)
+    ]
 
 
 # Numerical and system faults that no setting makes.
