@@ -108,11 +108,13 @@ def axis_range(series: Iterable[Points], log: bool, least: float = 0.0) -> tuple
     return low, high + 0.05 * (high - low)
 
 
-def _colour(name: str) -> str:
+def colour_of(name: str) -> str:
+    """The colour of a signal, the same in all pictures."""
     return COLOURS.get(name, "#D55E00")
 
 
-def _label(name: str) -> str:
+def label_of(name: str) -> str:
+    """The name of a signal in a legend."""
     return LABELS.get(name, name.replace("_", " "))
 
 
@@ -178,10 +180,10 @@ def panel_svg(
         body.append(_axis(low, high, log, at, anchor, label + (" (log)" if log else ""), y))
         dash = "" if side is panel.left else ' stroke-dasharray="5 3"'
         for name, points in series.items():
-            body.append(f'<path d="{_path(points, x, y, log)}" stroke="{_colour(name)}"{dash}/>')
+            body.append(f'<path d="{_path(points, x, y, log)}" stroke="{colour_of(name)}"{dash}/>')
             legend.append((name, dash))
             if points:
-                words.append(f"{_label(name)} {points[0][1]:.3g} to {points[-1][1]:.3g}")
+                words.append(f"{label_of(name)} {points[0][1]:.3g} to {points[-1][1]:.3g}")
     for step, event in marks:
         at = min(max(x(step), LEFT), WIDTH - RIGHT)
         told = html.escape(f"step {step:g}: {event}")
@@ -189,8 +191,8 @@ def panel_svg(
         body.append(f'<path class="event" d="{line}"><title>{told}</title></path>')
         words.append(f"marked at step {step:g}")
     keys = "".join(
-        f'<path d="M{LEFT + 130 * i} 30h18" stroke="{_colour(n)}"{d}/>'
-        f'<text x="{LEFT + 130 * i + 22}" y="34">{html.escape(_label(n))}</text>'
+        f'<path d="M{LEFT + 130 * i} 30h18" stroke="{colour_of(n)}"{d}/>'
+        f'<text x="{LEFT + 130 * i + 22}" y="34">{html.escape(label_of(n))}</text>'
         for i, (n, d) in enumerate(legend)
     )
     title = f"Layer {panel.layer}: {panel.title}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from .log import SignalLog
+from .readers import columns_of
+from .readers.vocabulary import ALIASES
 
 # Any one signal of a line makes its question answerable.
 QUESTIONS: tuple[tuple[int, tuple[str, ...], str], ...] = (
@@ -26,36 +28,18 @@ QUESTIONS: tuple[tuple[int, tuple[str, ...], str], ...] = (
     ),
 )
 
-HOW: dict[str, dict[str, str]] = {
+# What has to be switched on, where the framework does not log it by itself.
+SWITCH: dict[str, dict[str, str]] = {
     "trl": {
-        "heldout_accuracy": "eval_dataset with eval_strategy='steps'",
-        "zero_variance_groups": "frac_reward_zero_std (TRL ≥ 0.17)",
-        "kl_ref": "beta > 0; with beta = 0 no KL is logged",
-        "entropy": "entropy is logged by GRPOTrainer from 0.19 on",
-        "grad_norm": "grad_norm comes with logging_steps",
-        "logp_gap": "use_vllm=True with vllm_importance_sampling_correction=True logs "
-        "sampling/sampling_logp_difference",
+        "kl_ref": "beta above 0",
+        "logp_gap": "use_vllm with vllm_importance_sampling_correction",
     },
     "verl": {
-        "heldout_accuracy": "trainer.test_freq > 0 and data.val_files",
-        "zero_variance_groups": "algorithm.filter_groups.enable=True, or group statistics of "
-        "critic/score by uid",
-        "kl_ref": "actor_rollout_ref.actor.use_kl_loss=True (a coefficient of 0 logs it too)",
-        "entropy": "actor/entropy (actor_rollout_ref.actor.calculate_entropy=True)",
-        "grad_norm": "actor/grad_norm",
-        "logp_gap": "actor_rollout_ref.rollout.calculate_log_probs=True logs "
-        "training/rollout_probs_diff_mean; algorithm.rollout_correction adds rollout_corr/*",
+        "heldout_accuracy": "trainer.test_freq and data.val_files",
+        "kl_ref": "actor_rollout_ref.actor.use_kl_loss",
+        "entropy": "actor_rollout_ref.actor.calculate_entropy",
+        "logp_gap": "actor_rollout_ref.rollout.calculate_log_probs",
     },
-    "slime": {
-        "heldout_accuracy": "--eval-interval and --eval-prompt-data",
-        "kl_ref": "--use-kl-loss (a coefficient of 0 logs it too)",
-        "logp_gap": "--get-mismatch-metrics logs train/train_rollout_logprob_abs_diff",
-    },
-    "openrlhf": {"logp_gap": "--enable_vllm_is_correction logs vllm_kl"},
-    "prime-rl": {"logp_gap": "mismatch_kl is in the trainer's log, not in the orchestrator's"},
-    "nemo-rl": {"logp_gap": "train/token_mult_prob_error and train/gen_kl_error"},
-    "skyrl": {"logp_gap": "trainer.algorithm.use_tis logs rollout_train_logprobs_abs_diff_mean"},
-    "areal": {"logp_gap": "actor.use_decoupled_loss=true logs behave_approx_kl"},
 }
 
 GENERAL = {
@@ -77,10 +61,17 @@ def missing_signals(log: SignalLog) -> tuple[dict[str, object], ...]:
     for layer, names, question in QUESTIONS:
         if any(s in log or any(k.startswith(s) for k in log.signals) for s in names):
             continue
-        name = names[0]
-        how = HOW.get(log.format.split()[0].lower(), {}).get(name, GENERAL[name])
-        out.append({"layer": layer, "signal": name, "question": question, "how": how})
+        how = _how(log.format, names)
+        out.append({"layer": layer, "signal": names[0], "question": question, "how": how})
     return tuple(out)
+
+
+def _how(framework: str, names: tuple[str, ...]) -> str:
+    """What to log, under which of the framework's own names, and what switches that on."""
+    columns = [column for name in names for column in columns_of(framework, name)]
+    told = f"; {framework} writes {columns[0]!r}" if columns else ""
+    switch = SWITCH.get(ALIASES.get(framework, framework), {}).get(names[0])
+    return GENERAL[names[0]] + told + (f" (set {switch})" if switch else "")
 
 
 def unanswered(missing: tuple[dict[str, object], ...]) -> list[int]:

@@ -30,18 +30,23 @@ class Evidence:
         self.rows = len(self.steps)
 
     def get(self, signal: str) -> Series:
+        """The finite values of a signal, empty where it was never logged."""
         return self.log.series(signal).finite()
 
     def raw(self, signal: str) -> Series:
+        """The same with NaN and infinity."""
         return self.log.series(signal)
 
-    def has(self, signal: str, count: int = 1) -> bool:
-        return len(self.get(signal)) >= count
+    def has(self, signal: str) -> bool:
+        """Whether it was logged at all."""
+        return len(self.get(signal)) > 0
 
     def first(self, signal: str) -> float:
+        """Median of its first fifth, NaN without a value."""
         return level(self.get(signal), "first")
 
     def end(self, signal: str) -> float:
+        """Median of its last fifth, NaN without a value."""
         return level(self.get(signal), "last")
 
     def at(self, signal: str, step: float) -> float:
@@ -52,6 +57,7 @@ class Evidence:
 
     @cached_property
     def span(self) -> float:
+        """Steps from the first row to the last."""
         return float(self.steps[-1] - self.steps[0]) if self.rows else 0.0
 
     @cached_property
@@ -68,6 +74,7 @@ class Evidence:
 
     @cached_property
     def reward(self) -> Series:
+        """The training reward, the rawest that was logged."""
         return self.get(self.reward_name) if self.reward_name else self.get("reward")
 
     @cached_property
@@ -138,4 +145,5 @@ def number(value: float) -> str:
 
 
 def step_name(step: float) -> str:
+    """ "step 12", without a needless .0."""
     return f"step {step:g}"

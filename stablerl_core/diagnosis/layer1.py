@@ -226,15 +226,3 @@ def cut_answers(e: Evidence) -> Finding | None:
         check_first="The token limit against the length of right answers, and the stop token.",
         do_not="A length penalty before the limit is right.",
     )
-
-
-RULES = (
-    group_of_one,
-    cut_prompts,
-    constant_reward,
-    lost_groups,
-    dead_part,
-    cut_answers,
-    paid_but_wrong,
-    tied_groups,
-)

@@ -200,6 +200,3 @@ def loss_scale_falls(e: Evidence) -> Finding | None:
         check_first="Which tensor overflows in fp16 (65504).",
         do_not="Fixing the loss scale: the overflow stays.",
     )
-
-
-RULES = (nonfinite, metric_only, no_update, gradient_explodes, loss_explodes, loss_scale_falls)

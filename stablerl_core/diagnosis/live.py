@@ -41,7 +41,9 @@ def _number(value: object) -> float | None:
 class LiveDiagnosis:
     """Diagnose a run while it goes on: `add` each logged row.
 
-    Every `every` rows all rows so far are diagnosed; `diagnosis` is the last one. When a layer is
+    After `every` new rows, or a fiftieth of the rows so far if that is more (each diagnosis reads
+    them all, so a long run would pay for its length squared), all rows are diagnosed; `diagnosis`
+    is the last one. When a layer is
     named that was not named before, `tell` gets its text (by default a warning of the logger
     "stablerl"). A log that cannot be read yet, such as one without a known column, is no error.
     Raises `ValueError` for `every` below 1.
@@ -60,12 +62,14 @@ class LiveDiagnosis:
         self.rows: list[dict[str, object]] = []
         self.diagnosis: Diagnosis | None = None
         self._told = {HEALTHY, INSUFFICIENT}
+        self._due = every
 
     def add(self, row: Mapping[str, object]) -> Diagnosis | None:
         """Take one row in; returns a new diagnosis when one was due and possible."""
         self.rows.append(dict(row))
-        if len(self.rows) % self.every:
+        if len(self.rows) < self._due:
             return None
+        self._due = len(self.rows) + max(self.every, len(self.rows) // 50)
         try:
             found = diagnose(read_rows(self.rows, self.format))
         except LogError:

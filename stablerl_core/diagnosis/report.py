@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..four_curves import PANELS, STYLE, panel_svg
+from ..four_curves import PANELS, STYLE, colour_of, label_of, panel_svg
 from .findings import LAYERS, Diagnosis, Finding
 from .signals import signal_of
 
@@ -146,8 +146,6 @@ def figure(diagnosis: Diagnosis):
     """The four curves as a matplotlib figure, a vertical line at each event of a layer."""
     import matplotlib.pyplot as plt
 
-    from ..four_curves import COLOURS, LABELS
-
     drawn, axes = plt.subplots(2, 2, figsize=(9, 5.5), layout="constrained")
     for axis, (panel, rows, marks) in zip(axes.flat, _panels(diagnosis), strict=True):
         measured = {name for row in rows for name in row}
@@ -157,8 +155,8 @@ def figure(diagnosis: Diagnosis):
             for name in names:
                 points = [(row["step"], row[name]) for row in rows if name in row]
                 if points:
-                    colour, told = COLOURS.get(name, "#D55E00"), LABELS.get(name, name)
-                    side.plot(*zip(*points, strict=True), color=colour, label=told, lw=1.3)
+                    style = {"color": colour_of(name), "label": label_of(name), "lw": 1.3}
+                    side.plot(*zip(*points, strict=True), **style)
             side.set_ylabel(panel.left_label if side is axis else panel.right_label)
         for step, _ in marks:
             axis.axvline(step, color="black", lw=1, ls="--")

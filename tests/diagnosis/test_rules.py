@@ -1,12 +1,14 @@
 """Each rule on the fault it is for, on its false alarms, and the order of causes."""
 
+import inspect
 import json
 import math
 
 import numpy as np
 import pytest
 
-from stablerl_core.diagnosis import Series, SignalLog, diagnose
+from stablerl_core.diagnosis import Series, SignalLog, diagnose, layer1, layer2, layer3, layer4
+from stablerl_core.diagnosis.diagnose import RULES
 from stablerl_core.runlog import RunLog
 
 N = 60
@@ -144,6 +146,17 @@ def test_a_healthy_run_is_not_accused(name):
     assert found.exit_code == 0 and not found.findings
 
 
+def test_every_rule_of_the_four_layers_is_asked():
+    modules = (layer1, layer2, layer3, layer4)
+    own = {
+        f
+        for m in modules
+        for name, f in inspect.getmembers(m, inspect.isfunction)
+        if f.__module__ == m.__name__ and not name.startswith("_")
+    }
+    assert own == set(RULES) and len(RULES) == len(own)
+
+
 def test_the_first_event_is_the_cause_and_the_rest_follows():
     found = diagnose(
         healthy(
@@ -201,6 +214,8 @@ def test_it_says_what_the_log_cannot_tell_and_how_to_log_it():
     assert set(told) == {"logp_gap", "kl_ref"}
     assert "calculate_log_probs" in told["logp_gap"]["how"] and told["logp_gap"]["layer"] == 4
     assert found.confidence != "high"
+    other = diagnose(SignalLog(signals, "slime")).missing_signals
+    assert any("'train/train_rollout_logprob_abs_diff'" in m["how"] for m in other)
 
 
 def test_a_break_where_the_run_was_resumed_is_layer_4():
