@@ -32,6 +32,11 @@ def test_rows_become_the_signals_of_their_framework():
     assert log.steps.tolist() == [1, 2, 3, 4, 5]
 
 
+def test_our_own_names_are_ours_when_the_caller_says_so():
+    rows = [{"step": t, "reward_part:format": 0.5, "learning_rate": 1e-6} for t in (1, 2, 3)]
+    assert "reward_part:format" in read_rows(rows, "stablerl").signals
+
+
 def test_nan_stays_nan_and_no_column_is_an_error():
     log = read_rows([{"step": t, "loss": math.nan, "reward": 0.5} for t in range(1, 4)], "trl")
     assert np.isnan(log.series("loss").values).all()

@@ -62,4 +62,4 @@ def _read(path: Path, format: str, names: dict[str, str], run: str | None) -> Si
     for row in source.rows:
         table.add(row)
     dialect = DIALECTS.get(ALIASES.get(format, format))
-    return assemble(source, table, dialect, ask, names)
+    return assemble(source, table, dialect, ask, names, own=format == "stablerl")

@@ -21,13 +21,22 @@ _ONE_A_STEP = ("reward", "heldout_accuracy")  # of these there is one value a st
 
 
 def assemble(
-    source: Source, table: Table, dialect: Dialect | None, ask: Ask, told: Mapping[str, str]
+    source: Source,
+    table: Table,
+    dialect: Dialect | None,
+    ask: Ask,
+    told: Mapping[str, str],
+    *,
+    own: bool = False,
 ) -> SignalLog:
-    """The log of the run in a table that was read. `told` maps signals to columns."""
+    """The log of the run in a table that was read. `told` maps signals to columns.
+
+    `own`: the caller says that the names are those of `SIGNALS`.
+    """
     warnings: list[str] = []
     source.finish(warnings)
     numbered = _number_of_the_run(source, ask)
-    chooser = Chooser(table, dialect, own="header" in source.facts)
+    chooser = Chooser(table, dialect, own=own or "header" in source.facts)
     chosen = chooser.choose(told, warnings)
     if not chosen:
         raise chooser.nothing()
