@@ -1,5 +1,40 @@
 """Layer 1, data and rewards: is the target right?"""
 
+from .contamination import (
+    NearPair,
+    Probe,
+    cut_prompts,
+    exact_duplicates,
+    memorization_probe,
+    near_duplicates,
+    ngram_overlap,
+)
+from .curriculum import (
+    LevelProblem,
+    Levels,
+    MovingLevels,
+    StagedLevels,
+)
+from .difficulty import (
+    AdvantageMoments,
+    PassRate,
+    advantage_moments,
+    bucket_chance,
+    buckets,
+    second_stage,
+    wilson,
+)
+from .groups import (
+    GroupReport,
+    Usable,
+    draws_per_group,
+    group_report,
+    group_rows,
+    group_size_for,
+    in_group_order,
+    no_signal_chance,
+    usable_rows,
+)
 from .scoring import Reward, reward_by_name, strict_reward
 from .tasks import MARKER, Problem, Task, final_answer, split_of, task_by_name
 from .verifiers import VERIFIERS, Verdict, any_answer, math_answer, strict_answer, verify
@@ -7,17 +42,44 @@ from .verifiers import VERIFIERS, Verdict, any_answer, math_answer, strict_answe
 __all__ = [
     "MARKER",
     "VERIFIERS",
+    "AdvantageMoments",
+    "GroupReport",
+    "LevelProblem",
+    "Levels",
+    "MovingLevels",
+    "NearPair",
+    "PassRate",
+    "Probe",
     "Problem",
     "Reward",
+    "StagedLevels",
     "Task",
+    "Usable",
     "Verdict",
+    "advantage_moments",
     "any_answer",
+    "bucket_chance",
+    "buckets",
+    "cut_prompts",
+    "draws_per_group",
+    "exact_duplicates",
     "final_answer",
+    "group_report",
+    "group_rows",
+    "group_size_for",
+    "in_group_order",
     "math_answer",
+    "memorization_probe",
+    "near_duplicates",
+    "ngram_overlap",
+    "no_signal_chance",
     "reward_by_name",
+    "second_stage",
     "split_of",
     "strict_answer",
     "strict_reward",
     "task_by_name",
+    "usable_rows",
     "verify",
+    "wilson",
 ]
