@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import trange
 
@@ -91,16 +92,27 @@ def train_base(recipe: Recipe, progress: bool = True, device: str | torch.device
     for step in trange(recipe.steps, desc=f"base {recipe.name}", **silent):
         rate = min(1.0, (step + 1) / 10) * min(1.0, 5 * (1 - step / recipe.steps))
         optimizer.param_groups[0]["lr"] = recipe.learning_rate * rate
-        problems = task.sample("train", recipe.batch, seed=step)
-        texts = [demonstration(p, recipe, rng) for p in problems]
-        ids, counted = (x.to(device) for x in _pack(tokenizer, problems, texts))
-        logits = model(ids[:, :-1], use_cache=False).logits
-        loss = cross_entropy(logits[counted[:, 1:]], ids[:, 1:][counted[:, 1:]])
-        loss.backward()
+        ids, counted = demonstrations(tokenizer, task, recipe, rng, seed=step)
+        imitation_loss(model, ids.to(device), counted.to(device)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return model, tokenizer
+
+
+def demonstrations(tokenizer, task: Task, recipe: Recipe, rng: random.Random, seed: int):
+    """A batch to imitate: ids (B, W) padded on the right, and a mask that counts completions.
+
+    `seed` draws the problems, `rng` their drafts.
+    """
+    problems = task.sample("train", recipe.batch, seed=seed)
+    return _pack(tokenizer, problems, [demonstration(p, recipe, rng) for p in problems])
+
+
+def imitation_loss(model, ids: Tensor, counted: Tensor) -> Tensor:
+    """Mean −log π_θ of the counted tokens, in nats; what the demonstrations sampled."""
+    logits = model(ids[:, :-1], use_cache=False).logits
+    return cross_entropy(logits[counted[:, 1:]], ids[:, 1:][counted[:, 1:]])
 
 
 def _pack(tokenizer, problems: list[Problem], completions: list[str]):
