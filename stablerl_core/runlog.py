@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +87,16 @@ SIGNALS: dict[str, Signal] = {
     ),
 }
 
+# One signal a name, for what a run names itself: `reward_part:format`.
+FAMILIES: dict[str, Signal] = {
+    "reward_part": Signal(1, "reward", "mean of one reward component of several, unweighted"),
+}
+
+
+def _unknown(names: Iterable[str]) -> list[str]:
+    """The names that are neither a signal nor a member of a family."""
+    return sorted(n for n in names if n not in SIGNALS and n.partition(":")[0] not in FAMILIES)
+
 
 class RunLog:
     """Rows of canonical signals in memory and, given a path, in a JSONL file as they come.
@@ -113,9 +123,9 @@ class RunLog:
 
     def append(self, row: Mapping[str, float]) -> None:
         """Add one row; `row["step"]` must follow the last step. Unknown signals are an error."""
-        unknown = set(row) - set(SIGNALS)
+        unknown = _unknown(row)
         if unknown:
-            raise ValueError(f"row has unknown signals {sorted(unknown)}; see runlog.SIGNALS")
+            raise ValueError(f"row has unknown signals {unknown}; see runlog.SIGNALS")
         if self.rows and row["step"] <= self.rows[-1]["step"]:
             return
         if self.path is not None:
@@ -180,7 +190,7 @@ class RunLog:
 
     def series(self, signal: str) -> tuple[list[int], list[float]]:
         """Steps and values of one signal, at the steps where it was measured."""
-        if signal not in SIGNALS:
+        if _unknown([signal]):
             raise ValueError(f"signal={signal!r} is unknown; known: {', '.join(SIGNALS)}")
         pairs = [(row["step"], row[signal]) for row in self.rows if signal in row]
         return [s for s, _ in pairs], [v for _, v in pairs]

@@ -127,7 +127,7 @@ def signal_log(log: RunLog | SignalLog) -> SignalLog:
     if isinstance(log, SignalLog):
         return log
     logged = {name for row in log for name in row} - {"step"}
-    names = [name for name in SIGNALS if name in logged]
+    names = [name for name in SIGNALS if name in logged] + sorted(logged - SIGNALS.keys())
     signals = {}
     for name in names:
         steps, values = log.series(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..runlog import FAMILIES as OWN_FAMILIES
 from ..runlog import SIGNALS as OWN
 from ..runlog import Signal
 
@@ -106,8 +107,7 @@ FOREIGN: dict[str, Signal] = {
 SIGNALS: dict[str, Signal] = OWN | FOREIGN
 
 # One signal a name, for what every run names itself: `reward_part:format`, `heldout:aime`.
-FAMILIES: dict[str, Signal] = {
-    "reward_part": Signal(1, "reward", "mean of one reward function of several"),
+FAMILIES: dict[str, Signal] = OWN_FAMILIES | {
     "reward_part_std": Signal(1, "reward", "spread of one reward function of several"),
     "heldout": Signal(1, "score", "one evaluation of several"),
     "tied_groups": Signal(1, "groups", "groups whose rewards all equal this value: a count"),

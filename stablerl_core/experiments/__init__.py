@@ -19,6 +19,7 @@ from . import (
     muon,
     off_policy,
     opening,
+    reward_hacking,
     routing_flips,
     schedules,
     silent_collapse,
@@ -32,6 +33,7 @@ from .results import Interval, Results, interval, load, results_folder
 
 CHAPTERS = (
     opening,
+    reward_hacking,
     kl_entropy,
     kl_gradient,
     clipping,

@@ -1,5 +1,7 @@
 """Layer 1, data and rewards: is the target right?"""
 
+from .choices import choice_answer
+from .code_check import CodeVerdict, code_answer, code_block
 from .contamination import (
     NearPair,
     Probe,
@@ -24,6 +26,7 @@ from .difficulty import (
     second_stage,
     wilson,
 )
+from .final_text import after_thinking, last_box
 from .groups import (
     GroupReport,
     Usable,
@@ -36,13 +39,42 @@ from .groups import (
     usable_rows,
 )
 from .scoring import Reward, reward_by_name, strict_reward
+from .shaping import (
+    COMPONENTS,
+    THINKING,
+    Answers,
+    cosine_length,
+    format_reward,
+    overlong_filter,
+    overlong_penalty,
+    positive_example_loss,
+    proof_reward,
+    says_correct,
+    self_verification,
+    self_verification_substring,
+    shaped,
+    syntax_penalty,
+    test_difficulty_reward,
+)
 from .tasks import MARKER, Problem, Task, final_answer, split_of, task_by_name
-from .verifiers import VERIFIERS, Verdict, any_answer, math_answer, strict_answer, verify
+from .verdict import Verdict
+from .verifiers import (
+    VERIFIERS,
+    any_answer,
+    boxed_answer,
+    math_answer,
+    strict_answer,
+    verify,
+)
 
 __all__ = [
+    "COMPONENTS",
     "MARKER",
+    "THINKING",
     "VERIFIERS",
     "AdvantageMoments",
+    "Answers",
+    "CodeVerdict",
     "GroupReport",
     "LevelProblem",
     "Levels",
@@ -57,28 +89,46 @@ __all__ = [
     "Usable",
     "Verdict",
     "advantage_moments",
+    "after_thinking",
     "any_answer",
+    "boxed_answer",
     "bucket_chance",
     "buckets",
+    "choice_answer",
+    "code_answer",
+    "code_block",
+    "cosine_length",
     "cut_prompts",
     "draws_per_group",
     "exact_duplicates",
     "final_answer",
+    "format_reward",
     "group_report",
     "group_rows",
     "group_size_for",
     "in_group_order",
+    "last_box",
     "math_answer",
     "memorization_probe",
     "near_duplicates",
     "ngram_overlap",
     "no_signal_chance",
+    "overlong_filter",
+    "overlong_penalty",
+    "positive_example_loss",
+    "proof_reward",
     "reward_by_name",
+    "says_correct",
     "second_stage",
+    "self_verification",
+    "self_verification_substring",
+    "shaped",
     "split_of",
     "strict_answer",
     "strict_reward",
+    "syntax_penalty",
     "task_by_name",
+    "test_difficulty_reward",
     "usable_rows",
     "verify",
     "wilson",

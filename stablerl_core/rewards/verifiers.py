@@ -7,26 +7,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from .choices import choice_answer
+from .final_text import after_thinking, box_tail, until_closed
 from .tasks import MARKER
+from .verdict import Verdict, check_texts
 
 MAX_MATH_ANSWER = 256  # characters; what a symbolic parser gets to see at most
 _MATH_WORKER = Path(__file__).with_name("_math_worker.py")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A reward, and one word why: also what to count when a reward looks too good.
-
-    correct; hedged (right, but not the final answer: only `any_answer` pays it); wrong;
-    empty (no completion); no_marker; no_answer (a marker, nothing after it); truncated (cut
-    before the end); unparseable, too_long, timeout (`math_answer` only).
-    """
-
-    reward: float
-    reason: str
 
 
 def strict_answer(completion: str, gold: str, *, truncated: bool = False) -> Verdict:
@@ -78,10 +67,35 @@ def math_answer(
     return _math_answers([completion], [gold], [truncated], timeout)[0]
 
 
+def boxed_answer(
+    completion: str, gold: str, *, truncated: bool = False, prefill: str = ""
+) -> Verdict:
+    r"""Reward 1 iff the last `\boxed{…}` after the thinking holds `gold`, up to outer spaces.
+
+    Characters are compared, so the box `21` is not the answer `1`, and `1, 2` is neither. A box
+    inside the thinking is no answer; a box that is never closed, or thinking that never ends, is
+    "truncated". prefill: the end of the prompt that belongs to the text, as in `after_thinking`.
+    Time is linear in the length. Raises `ValueError`: completion or gold is no text, gold is empty.
+    """
+    check_texts(completion, gold)
+    if truncated or not completion:
+        return Verdict(0.0, "truncated" if truncated else "empty")
+    text = after_thinking(completion, prefill)
+    tail = None if text is None else box_tail(text)
+    if tail is None:
+        return Verdict(0.0, "truncated" if text is None else "no_marker")
+    answer = until_closed(tail)
+    if answer is None or not answer.strip():
+        return Verdict(0.0, "truncated" if answer is None else "no_answer")
+    return Verdict(*((1.0, "correct") if answer.strip() == gold.strip() else (0.0, "wrong")))
+
+
 VERIFIERS: dict[str, Callable[..., Verdict]] = {
     "strict": strict_answer,
     "any": any_answer,
     "math": math_answer,
+    "boxed": boxed_answer,
+    "choice": choice_answer,
 }
 
 
@@ -117,7 +131,7 @@ def verify(
 
 def _marked_answers(completion: str, gold: str) -> list[str]:
     """All texts that follow a marker, each up to the next marker."""
-    _check_texts(completion, gold)
+    check_texts(completion, gold)
     if MARKER in gold:
         raise ValueError(f"gold is {gold!r}: with a marker {MARKER!r} in it no answer could match")
     return completion.split(MARKER)[1:]
@@ -134,26 +148,17 @@ def _judge(completion: str, answers: list[str], gold: str) -> Verdict:
     return Verdict(1.0, "correct") if answers[-1] == gold else Verdict(0.0, "wrong")
 
 
-def _check_texts(completion: str, gold: str) -> None:
-    for name, text in (("completion", completion), ("gold", gold)):
-        if not isinstance(text, str):
-            raise ValueError(f"{name} is a {type(text).__name__}, expected a str: decode it first")
-    if not gold.strip():
-        raise ValueError("gold is empty: every problem needs an answer to compare with")
-
-
 def _math_final_answer(completion: str, truncated: bool) -> str | Verdict:
     r"""The content of the last \boxed{…}, else the text after the last marker, or why neither."""
     if truncated:
         return Verdict(0.0, "truncated")
     if not completion:
         return Verdict(0.0, "empty")
-    start = completion.rfind(r"\boxed{")
-    if start >= 0:
-        answer = _until_closed(completion[start + len(r"\boxed{") :][: MAX_MATH_ANSWER + 1])
+    tail = box_tail(completion)
+    if tail is not None:
+        answer = until_closed(tail[: MAX_MATH_ANSWER + 1])
         if answer is None:
-            cut = len(completion) - start <= MAX_MATH_ANSWER
-            return Verdict(0.0, "truncated" if cut else "too_long")
+            return Verdict(0.0, "truncated" if len(tail) <= MAX_MATH_ANSWER else "too_long")
     elif MARKER in completion:
         answer = completion.rpartition(MARKER)[2]
     else:
@@ -161,16 +166,6 @@ def _math_final_answer(completion: str, truncated: bool) -> str | Verdict:
     if len(answer) > MAX_MATH_ANSWER:
         return Verdict(0.0, "too_long")
     return answer.strip().strip("$").strip() or Verdict(0.0, "no_answer")
-
-
-def _until_closed(text: str) -> str | None:
-    """`text` up to the brace that closes one opened before it; None if there is none."""
-    depth = 1
-    for i, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[:i]
-    return None
 
 
 def _math_answers(
@@ -185,7 +180,7 @@ def _math_answers(
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("math_answer needs math-verify: pip install 'stablerl_core[tasks]'")
     for completion, gold in zip(completions, golds, strict=True):
-        _check_texts(completion, gold)
+        check_texts(completion, gold)
     answers = list(map(_math_final_answer, completions, truncated))
     # Pairs without an answer are sent too, with "": a gold is checked whatever the model wrote.
     pairs = [

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 
+import torch
+
 from ..policy import OBJECTIVES, SCHEDULES, Schedule, schedule_from_dict, schedule_to_dict
+from ..rewards import Answers, shaped
 from ..system import CORRECTIONS, LengthSurgeDecay
 
 ACTIVATIONS = ("float32", "bfloat16", "float16", "float8_e4m3", "float8_e4m3_blocks")
@@ -30,6 +33,11 @@ class DataConfig:
     start) and `group_size` completions of each, at most
     `max_new_tokens` long; `verifier` pays for them. Every `eval_every` steps `eval_prompts`
     held-out problems are answered once each and judged by the strict verifier.
+
+    `shaping` adds components to what the verifier pays, `{"overlong": {"weight": 0.5, "buffer":
+    8}}`; names and options are those of `rewards.COMPONENTS`, and the parts are logged one by one
+    as `reward_part:NAME`, what the verifier pays as `reward_part:answer`. With `mask_truncated`
+    cut completions leave the loss and stay in their group's mean (DAPO's overlong filter).
     """
 
     task: str = "sort"
@@ -40,11 +48,15 @@ class DataConfig:
     max_new_tokens: int = 24
     eval_every: int = 10
     eval_prompts: int = 256
+    shaping: dict[str, dict] = field(default_factory=dict)
+    mask_truncated: bool = False
 
     def __post_init__(self):
         for name in ("prompts", "group_size", "max_new_tokens", "eval_every", "eval_prompts"):
             value = getattr(self, name)
             _require(value >= 1, f"data.{name}={value}: must be ≥ 1")
+        nothing = Answers([""], [False], torch.ones(1), self.max_new_tokens, torch.zeros(1))
+        shaped(nothing, self.shaping)  # a wrong name or option is an error now
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,17 @@ from ..policy import (
     kl_in_reward,
     merge_diagnostics,
 )
-from ..rewards import Problem, Reward, Task, reward_by_name, strict_reward, task_by_name
+from ..rewards import (
+    Answers,
+    Problem,
+    Reward,
+    Task,
+    overlong_filter,
+    reward_by_name,
+    shaped,
+    strict_reward,
+    task_by_name,
+)
 from ..runlog import RunLog
 from ..system import mismatch_report
 from .base import options_of, starting_point
@@ -308,7 +318,7 @@ class Trainer:
         data, policy = self.config.data, self.config.policy
         with self._sampling_precision():
             batch, repeated = self._roll(n)
-        rewards = self._judge(batch, repeated)
+        rewards, parts = self._shaped(self._judge(batch, repeated), batch)
         groups = rewards.view(-1, data.group_size)
         first = groups[:, 0]
         flat = (group_advantages(rewards, data.group_size).view_as(groups) == 0).all(1)
@@ -322,6 +332,7 @@ class Trainer:
             "solved_groups": float(solved.float().mean()),
             "entropy": float(batch.entropy[batch.mask].mean()),
             "staleness": self._staleness(batch),
+            **parts,
         }
         if self.config.system.partial_tokens:
             row["prompts"] = len(groups)
@@ -331,7 +342,21 @@ class Trainer:
             scale=policy.scale or OBJECTIVES[policy.objective].scale,
             baseline=policy.baseline,
         )
+        if data.mask_truncated:
+            batch = replace(batch, mask=overlong_filter(batch.mask, ~batch.finished))
         return batch, row, advantages.to(self.model.device, self.model.dtype)
+
+    def _shaped(self, rewards: Tensor, batch: Rollout) -> tuple[Tensor, dict[str, float]]:
+        """What the verifier pays with `data.shaping` added, and each part as a row's entry."""
+        data = self.config.data
+        if not data.shaping:
+            return rewards, {}
+        texts, cut = decode_completions(self.tokenizer, batch), (~batch.finished).tolist()
+        lengths = batch.mask.sum(1).cpu()
+        rewards, parts = shaped(
+            Answers(texts, cut, lengths, data.max_new_tokens, rewards), data.shaping
+        )
+        return rewards, {f"reward_part:{name}": value for name, value in parts.items()}
 
     def _staleness(self, batch: Rollout) -> float:
         if batch.versions is None:
