@@ -32,6 +32,9 @@ SIGNALS: dict[str, Signal] = {
     "solved_groups": Signal(
         1, "share", "zero-variance groups at the step's highest reward, if above 0"
     ),
+    "drawn_groups": Signal(
+        1, "groups", "groups sampled for the step, with dynamic sampling; all count in layer 1"
+    ),
     "kl_ref": Signal(2, "nats/token", "exact KL(policy ‖ reference), mean over sampled positions"),
     "kl_step": Signal(
         2, "nats/token", "exact KL(before ‖ after) of this step's updates, mean over positions"

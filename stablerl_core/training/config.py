@@ -34,6 +34,10 @@ class DataConfig:
     `max_new_tokens` long; `verifier` pays for them. Every `eval_every` steps `eval_prompts`
     held-out problems are answered once each and judged by the strict verifier.
 
+    With `dynamic_sampling` (DAPO) a step trains on `prompts` groups whose rewards differ: others
+    are dropped, and as many prompts are drawn again, at most `max_refills` times. What was drawn
+    is logged (`drawn_groups`), and the signals of layer 1 are about all of it.
+
     `shaping` adds components to what the verifier pays, `{"overlong": {"weight": 0.5, "buffer":
     8}}`; names and options are those of `rewards.COMPONENTS`, and the parts are logged one by one
     as `reward_part:NAME`, what the verifier pays as `reward_part:answer`. With `mask_truncated`
@@ -48,6 +52,8 @@ class DataConfig:
     max_new_tokens: int = 24
     eval_every: int = 10
     eval_prompts: int = 256
+    dynamic_sampling: bool = False
+    max_refills: int = 3
     shaping: dict[str, dict] = field(default_factory=dict)
     mask_truncated: bool = False
 
@@ -55,6 +61,7 @@ class DataConfig:
         for name in ("prompts", "group_size", "max_new_tokens", "eval_every", "eval_prompts"):
             value = getattr(self, name)
             _require(value >= 1, f"data.{name}={value}: must be ≥ 1")
+        _require(self.max_refills >= 0, f"data.max_refills={self.max_refills}: must be ≥ 0")
         nothing = Answers([""], [False], torch.ones(1), self.max_new_tokens, torch.zeros(1))
         shaped(nothing, self.shaping)  # a wrong name or option is an error now
 
@@ -329,6 +336,11 @@ class TrainerConfig:
             self.system.replay_routing != "R3",
             "system.partial_tokens is set: an interrupted completion keeps no routing record, so "
             "system.replay_routing='R3' cannot be used",
+        )
+        _require(
+            not self.data.dynamic_sampling,
+            "system.partial_tokens is set: data.dynamic_sampling must be False, since a step "
+            "cannot tell how many of the groups in flight will have a signal",
         )
         _require(
             not {"data.group_size", "policy.temperature"} & set(self.schedules),

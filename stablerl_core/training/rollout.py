@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..policy import entropy
@@ -322,6 +323,45 @@ def select_rows(batch: Rollout, rows: Tensor) -> Rollout:
             for name in ("tokens", "mask", "sampler_logp", "entropy")
         },
     )
+
+
+def joined(parts: Sequence[Rollout]) -> Rollout:
+    """Rollouts of one sampler and version as one, as wide as the widest of them."""
+    if len(parts) == 1:
+        return parts[0]
+    read = max(p.prompt.shape[1] for p in parts)
+    told = max(p.tokens.shape[1] for p in parts)
+    before = [read - p.prompt.shape[1] for p in parts]
+    after = [told - p.tokens.shape[1] for p in parts]
+
+    def together(name: str, left: Sequence[int], right: Sequence[int], filler: int = 0) -> Tensor:
+        sides = zip(parts, left, right, strict=True)
+        return torch.cat([_padded(getattr(p, name), a, b, filler) for p, a, b in sides])
+
+    none = [0] * len(parts)
+    prompts = {name: together(name, before, none) for name in ("prompt", "prompt_mask")}
+    own = ("tokens", "mask", "sampler_logp", "entropy")
+    return replace(
+        parts[0],
+        finished=torch.cat([p.finished for p in parts]),
+        routing=None if parts[0].routing is None else together("routing", before, after),
+        kept=None if parts[0].kept is None else _joined_kept([p.kept for p in parts], after),
+        **prompts,
+        **{name: together(name, none, after) for name in own},
+    )
+
+
+def _padded(tensor: Tensor, left: int, right: int, filler: int) -> Tensor:
+    """Columns of `filler` on both sides of dimension 1."""
+    return pad(tensor, [0, 0] * (tensor.dim() - 2) + [left, right], value=filler)
+
+
+def _joined_kept(kept: Sequence[Tensor], after: Sequence[int]) -> Tensor:
+    wide = max(k.shape[2] for k in kept)
+    out = [pad(k, [0, wide - k.shape[2], 0, b], value=-1) for k, b in zip(kept, after, strict=True)]
+    out = torch.cat(out)
+    out[..., 0] = out[..., 0].clamp(min=0)  # as in _stack_kept
+    return out
 
 
 def micro_batches(batch: Rollout, rows: Tensor, limit: int = 0) -> list[Tensor]:

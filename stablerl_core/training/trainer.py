@@ -62,6 +62,7 @@ from .rollout import (
     encode_prompts,
     fed_masks,
     fed_positions,
+    joined,
     micro_batches,
     rollout,
     select_rows,
@@ -69,6 +70,7 @@ from .rollout import (
 )
 
 LOG = "run.jsonl"
+REFILL = 2**40  # a refill draws from the generators of a step that no run will ever reach
 
 
 class Trainer:
@@ -316,12 +318,11 @@ class Trainer:
 
     def _collect(self, n: int) -> tuple[Rollout, dict, Tensor]:
         data, policy = self.config.data, self.config.policy
-        with self._sampling_precision():
-            batch, repeated = self._roll(n)
-        rewards, parts = self._shaped(self._judge(batch, repeated), batch)
+        batch, judged = self._drawn(n)
+        rewards, parts = self._shaped(judged, batch)
         groups = rewards.view(-1, data.group_size)
         first = groups[:, 0]
-        flat = (group_advantages(rewards, data.group_size).view_as(groups) == 0).all(1)
+        flat = self._flat(rewards)
         solved = flat & (first >= rewards.max()) & (first > 0)
         row = {
             "step": n,
@@ -336,6 +337,10 @@ class Trainer:
         }
         if self.config.system.partial_tokens:
             row["prompts"] = len(groups)
+        if data.dynamic_sampling:
+            row["drawn_groups"] = len(groups)
+            kept = self._with_signal(judged).to(batch.tokens.device)
+            batch, rewards = select_rows(batch, kept), rewards[kept.cpu()]
         advantages = group_advantages(
             self._penalised(rewards, batch),
             data.group_size,
@@ -357,6 +362,31 @@ class Trainer:
             Answers(texts, cut, lengths, data.max_new_tokens, rewards), data.shaping
         )
         return rewards, {f"reward_part:{name}": value for name, value in parts.items()}
+
+    def _drawn(self, n: int) -> tuple[Rollout, Tensor]:
+        """All completions of step n and what the verifier pays: a batch, and its refills."""
+        data, drawn, missing = self.config.data, [], self.config.data.prompts
+        for refill in range(1 + data.max_refills * data.dynamic_sampling):
+            with self._sampling_precision():
+                batch, problems = self._roll(n + refill * REFILL)
+            drawn.append((batch, self._judge(batch, problems)))
+            missing -= int((~self._flat(drawn[-1][1])).sum())
+            if missing <= 0:
+                break
+        batches, rewards = zip(*drawn, strict=True)
+        return joined(batches), torch.cat(rewards)
+
+    def _flat(self, rewards: Tensor) -> Tensor:
+        """Which groups have no variance, and so no gradient, (P,)."""
+        advantages = group_advantages(rewards, self.config.data.group_size)
+        return (advantages.view(-1, self.config.data.group_size) == 0).all(1)
+
+    def _with_signal(self, rewards: Tensor) -> Tensor:
+        """Rows of the first `prompts` groups that have variance; the first of all if none has."""
+        data = self.config.data
+        flat = self._flat(rewards)
+        chosen = (flat if bool(flat.all()) else ~flat).nonzero()[: data.prompts]
+        return (chosen * data.group_size + torch.arange(data.group_size)).flatten()
 
     def _staleness(self, batch: Rollout) -> float:
         if batch.versions is None:
