@@ -18,13 +18,6 @@ from stablerl_core.numerics import (
     PowerSGD,
     TopK,
 )
-    Dense,
-    ErrorFeedback,
-    FourBit,
-    GradientCompression,
-    PowerSGD,
-    TopK,
-)
 
 LEVELS = 7
 
