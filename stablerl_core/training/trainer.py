@@ -517,7 +517,7 @@ class Trainer:
                 logits, logp = completion_scores(self.model, piece)
             value, seen = loss.of(logits, logp, piece, chunk)
             scored[chunk, : logp.shape[1]] = logp.detach()
-            value.backward()
+            self._backward(value)
             total += value.item()
             diagnostics.append(seen)
         norm, finite = self._apply(total)
@@ -525,6 +525,10 @@ class Trainer:
         gap = _gap(scored[rows], select_rows(batch, rows)) if len(rows) else {}
         seen = (gap, diagnostics, loss.clip, loss.pull, loss.silenced, loss.lost, clipped)
         return _Update(total, norm, finite, *seen)
+
+    def _backward(self, loss: Tensor) -> None:
+        """The gradient of a micro-batch's loss, added to the parameters'."""
+        loss.backward()
 
     def _apply(self, loss: float) -> tuple[float, bool]:
         """Clip, decide about faults, step; returns the gradient norm and whether all was finite."""
