@@ -1,7 +1,7 @@
-"""Make what the site needs and the repository does not hold: MathJax and the table of signals.
+"""Make what the site needs and the repository does not hold: MathJax, the signals, the claims.
 
-Both are written into folders that git ignores, so `make book` always shows the installed MathJax
-and the signals of the present code. Nothing is downloaded.
+All are written into folders that git ignores, so `make book` always shows the installed MathJax,
+the signals of the present code and the numbers of the present results. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 BOOK = Path(__file__).resolve().parent
-sys.path.insert(0, str(BOOK.parent))
+sys.path[:0] = [str(BOOK.parent), str(BOOK)]
 
-from stablerl_core.runlog import SIGNALS  # noqa: E402  (the repository root must be on the path)
+# The repository root and this folder must be on the path first.
+from claims import claims_markdown  # noqa: E402
+
+from stablerl_core.runlog import SIGNALS  # noqa: E402
 
 # One script renders TeX; the fonts and the rarer TeX extensions are loaded when a page needs them.
 MATHJAX_PARTS = ["tex-chtml.js", "output/chtml/fonts", "input/tex/extensions"]
@@ -67,6 +70,7 @@ def main() -> None:
     generated = BOOK / "_generated"
     generated.mkdir(exist_ok=True)
     (generated / "signals.md").write_text(signals_markdown(), encoding="utf-8")
+    (generated / "claims.md").write_text(claims_markdown(), encoding="utf-8")
 
 
 if __name__ == "__main__":
