@@ -1,5 +1,6 @@
 """Layer 1, data and rewards: is the target right?"""
 
+from .chat_checks import ChatFault, answer_faults, prompt_faults, template_faults
 from .choices import choice_answer
 from .code_check import CodeVerdict, code_answer, code_block
 from .contamination import (
@@ -25,6 +26,15 @@ from .difficulty import (
     buckets,
     second_stage,
     wilson,
+)
+from .evaluation_record import (
+    Comparison,
+    DifferentConfigurations,
+    EvaluationConfig,
+    EvaluationScore,
+    compare_scores,
+    data_fingerprint,
+    different_fields,
 )
 from .final_text import after_thinking, last_box
 from .groups import (
@@ -74,7 +84,12 @@ __all__ = [
     "VERIFIERS",
     "AdvantageMoments",
     "Answers",
+    "ChatFault",
     "CodeVerdict",
+    "Comparison",
+    "DifferentConfigurations",
+    "EvaluationConfig",
+    "EvaluationScore",
     "GroupReport",
     "LevelProblem",
     "Levels",
@@ -90,6 +105,7 @@ __all__ = [
     "Verdict",
     "advantage_moments",
     "after_thinking",
+    "answer_faults",
     "any_answer",
     "boxed_answer",
     "bucket_chance",
@@ -97,8 +113,11 @@ __all__ = [
     "choice_answer",
     "code_answer",
     "code_block",
+    "compare_scores",
     "cosine_length",
     "cut_prompts",
+    "data_fingerprint",
+    "different_fields",
     "draws_per_group",
     "exact_duplicates",
     "final_answer",
@@ -116,6 +135,7 @@ __all__ = [
     "overlong_filter",
     "overlong_penalty",
     "positive_example_loss",
+    "prompt_faults",
     "proof_reward",
     "reward_by_name",
     "says_correct",
@@ -128,6 +148,7 @@ __all__ = [
     "strict_reward",
     "syntax_penalty",
     "task_by_name",
+    "template_faults",
     "test_difficulty_reward",
     "usable_rows",
     "verify",
