@@ -9,6 +9,7 @@ from . import (
     clipping,
     correction_bias,
     corrections,
+    evaluation_settings,
     fault_suite,
     first_nan,
     interruptions,
@@ -35,6 +36,7 @@ from .results import Interval, Results, interval, load, results_folder
 CHAPTERS = (
     opening,
     reward_hacking,
+    evaluation_settings,
     kl_entropy,
     kl_gradient,
     clipping,
