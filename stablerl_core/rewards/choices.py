@@ -9,7 +9,7 @@ from .tasks import MARKER, final_answer
 from .verdict import Verdict, check_texts
 
 _TAG = re.compile(r"<answer>([^<]{0,400})</answer>", re.IGNORECASE)
-_SAID = re.compile(r"\banswer\b\s*(?:is\b|:|=)+\s*:?\s*([^\n]{0,400})", re.IGNORECASE)
+_SAID = re.compile(r"\banswer\b\s*(?:is\b|:|=)\s*:?", re.IGNORECASE)
 _DRESS = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\b|[{}$*_`\s]|\boption\b|\bchoice\b", re.I)
 _LABELLED = re.compile(r"\W*([A-Za-z])\W*[).:]\s*(.*)", re.DOTALL)
 
@@ -20,7 +20,7 @@ def choice_answer(
     r"""Reward 1 iff the completion's final answer is the option `gold` and no other.
 
     The final answer is, in this order, the last `\boxed{…}`, `<answer>…</answer>`, the text after
-    the last `#`, what follows the last "answer is" or "answer:", or else the whole completion;
+    the last `#`, all that follows the last "answer is" or "answer:", or else the whole completion;
     thinking before `</think>` is no answer (`prefill` as in `after_thinking`). It must be a letter
     of `options`, bare or dressed (`(B)`, `**B.**`, `\text{b}`), or a labelled option (`B) Paris`)
     in which no other option is named. Nothing is searched for inside words, so neither "A or B or
@@ -59,7 +59,7 @@ def _final_part(completion: str, prefill: str) -> str | Verdict:
     elif MARKER in text:
         said = final_answer(text)
     else:
-        said = (_SAID.findall(text) or [text])[-1]
+        said = text[max((found.end() for found in _SAID.finditer(text)), default=0) :]
     return said if said.strip() else Verdict(0.0, "no_answer")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 THINK = ("<think>", "</think>")
-_BOX = re.compile(r"\\f?boxed\s*\{")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def after_thinking(completion: str, prefill: str = "") -> str | None:

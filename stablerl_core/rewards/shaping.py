@@ -31,8 +31,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     Raises `ValueError`: buffer is not in 1 … max_length.
     """
     _require(1 <= buffer <= max_length, f"buffer={buffer}: expected 1 … max_length={max_length}")
-    over = lengths - (max_length - buffer)
-    return -(over / buffer).clamp(0.0, 1.0)
+    return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
 def overlong_filter(mask: Tensor, truncated: Tensor) -> Tensor:
@@ -118,8 +117,8 @@ def self_verification(correct: bool, judged_correct: bool | None) -> float:
 
     judged_correct: what the model says of its own answer; None where it says neither.
     A sure ½ can be had by answering wrong on purpose and saying so. Who answers as well as he can
-    and says what is more likely gets p if he calls it right, ½ (1 − p) if wrong, so with a chance
-    p < ½ of being right the best that honest trying earns, max(p, ½(1 − p)), is less than ½.
+    and says what pays more gets p if he calls it right, ½ (1 − p) if wrong, so with a chance p of
+    being right, 0 < p < ½, the best that honest trying earns, max(p, ½ (1 − p)), is less than ½.
     """
     if judged_correct is None or judged_correct != correct:
         return 0.0

@@ -59,8 +59,9 @@ def math_answer(
     85), so does the right-hand side of an equation (`84=85`), and a percent sign is overlooked
     (`85%`). For plain numbers `strict_answer` has none of them.
 
-    At most 256 characters are parsed, in a process of its own that ends after `timeout` seconds
-    (works in any thread; about half a second to start it: use `verify` for a batch).
+    At most 256 characters are parsed, in a process of its own that ends after `timeout` seconds of
+    its own processor time, so a busy machine makes no answer late (works in any thread; about half
+    a second to start it: use `verify` for a batch).
     Raises `ValueError`: as `strict_answer` (but gold may contain `#`), and for a gold that
     cannot be parsed; `ImportError` without math-verify.
     """

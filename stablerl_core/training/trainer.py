@@ -347,8 +347,6 @@ class Trainer:
             scale=policy.scale or OBJECTIVES[policy.objective].scale,
             baseline=policy.baseline,
         )
-        if data.mask_truncated:
-            batch = replace(batch, mask=overlong_filter(batch.mask, ~batch.finished))
         return batch, row, advantages.to(self.model.device, self.model.dtype)
 
     def _shaped(self, rewards: Tensor, batch: Rollout) -> tuple[Tensor, dict[str, float]]:
@@ -447,6 +445,8 @@ class Trainer:
 
     def _update(self, batch: Rollout, advantages: Tensor) -> dict:
         policy, system, old_logp, gap = self.config.policy, self.config.system, None, None
+        if self.config.data.mask_truncated:
+            batch = replace(batch, mask=overlong_filter(batch.mask, ~batch.finished))
         if system.replay_routing == "R2":
             batch = with_own_routing(self.model, batch)
         if system.old_logp == "sampler":
@@ -503,6 +503,7 @@ class Trainer:
         if (policy.kl_coef == 0 or policy.kl_in == "reward") and policy.entropy_coef == 0:
             # Without an advantage these rows have no gradient; the denominator counts them.
             rows = rows[advantages[rows] != 0]
+        rows = rows[batch.mask[rows].any(1)]
         clip = {"clip_low": policy.clip_low, "clip_high": policy.clip_high}
         given = (policy, self.config.system, self.reference, denominator)
         loss = UpdateLoss(*given, old_logp, advantages, clip, weights)
