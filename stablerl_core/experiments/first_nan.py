@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from ..numerics import clip_gradients, find_nonfinite
 from ..policy import group_advantages
 from ..rewards import Problem, strict_reward, task_by_name
-from ..training import load_base, pass_rate, rounded_activations
+from ..training import Sampling, load_base, pass_rate, rounded_activations
 from ..training.rollout import decode_completions
 from .measured import Measured
 from .sampled import completions_of
@@ -70,14 +70,16 @@ class Seen:
     length: float
 
 
-def collect(model, tokenizer, problems: Sequence[Problem], seed: int) -> tuple[Batch, Seen]:
+def collect(
+    model, tokenizer, problems: Sequence[Problem], seed: int, sampling: Sampling | None = None
+) -> tuple[Batch, Seen]:
     """Eight answers a problem, drawn from `model` (so it is μ), judged strictly.
 
     The batch holds `input_ids` and `mask` (B, S+T), true at the tokens of the answer,
     `sampler_logp` (B, S+T), 0 where nothing was sampled, and `advantages` (B,). Prompts are of one
     length, so nothing is padded on the left.
     """
-    answers = completions_of(model, tokenizer, problems, seed, group_size=GROUP)
+    answers = completions_of(model, tokenizer, problems, seed, group_size=GROUP, sampling=sampling)
     texts = decode_completions(tokenizer, answers)
     repeated = [problem for problem in problems for _ in range(GROUP)]
     rewards = torch.tensor(strict_reward(texts, repeated, (~answers.finished).tolist()))
