@@ -23,6 +23,11 @@ looked at and before the repeated runs:
 7. RL. At rate .0005 AdamW and Muon do not differ measurably. At .002 AdamW ends below its start in
    all seeds and Muon ends higher than AdamW. The norm cap at .002 ends higher than Muon at .002,
    but not measurably higher than Muon at .0005.
+
+Afterwards, since AdamW was best at the lowest rate that `muon_rl` had, `muon_rl_low`: AdamW at
+.00025 and .000125. Predicted before they ran:
+
+8. AdamW at .00025 ends higher than at .0005, and does not differ measurably from Muon at .0005.
 """
 
 from __future__ import annotations
@@ -235,4 +240,10 @@ RL = Experiment(
     | {"muon_clip 0.002": _rl("muon_clip", 2e-3)},
 )
 
-ALL = (SWEEP, OUTLIER, RL)
+RL_LOW = Experiment(
+    "muon_rl_low",
+    __doc__,
+    {_named("adamw", rate): _rl("adamw", rate) for rate in (2.5e-4, 1.25e-4)},
+)
+
+ALL = (SWEEP, OUTLIER, RL, RL_LOW)
