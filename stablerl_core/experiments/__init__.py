@@ -26,6 +26,7 @@ from . import (
     reward_hacking,
     routing_flips,
     schedules,
+    shaping,
     silent_collapse,
     stages,
     two_policies,
@@ -38,6 +39,7 @@ from .results import Interval, Results, interval, load, results_folder
 CHAPTERS = (
     opening,
     reward_hacking,
+    shaping,
     evaluation_settings,
     kl_entropy,
     kl_gradient,
