@@ -10,6 +10,7 @@ from .attention import (
 )
 from .compression import (
     Averaged,
+    Codec,
     Dense,
     ErrorFeedback,
     FourBit,
@@ -60,6 +61,7 @@ __all__ = [
     "AdaptiveClipReport",
     "AttentionWatch",
     "Averaged",
+    "Codec",
     "Dense",
     "ErrorFeedback",
     "FourBit",
