@@ -7,6 +7,7 @@ from . import (
     asynchrony,
     balance,
     clipping,
+    contamination,
     correction_bias,
     corrections,
     evaluation_settings,
@@ -31,6 +32,7 @@ from . import (
     silent_collapse,
     stages,
     two_policies,
+    vanishing_gradient,
 )
 from .experiment import Experiment
 from .figures import draw_band, small_multiples
