@@ -54,6 +54,7 @@ from ..rewards import Problem, strict_reward, task_by_name
 from ..training import Sampling, load_base, pass_rate, rounded_activations
 from ..training.rollout import decode_completions
 from .measured import Measured
+from .results import Results
 from .sampled import completions_of
 
 BASE, GROUP, BETAS = "mixtral-cpu-sort", 8, (0.9, 0.95)
@@ -254,11 +255,12 @@ class Run:
         self.task = task_by_name("sort")
 
     def draw(self, n: int) -> tuple[Batch, Seen]:
-        """The batch of step n, with `ref_logp` (B, S+T−1). Raises `ValueError` for NaN logits."""
+        """The batch of step n, with `ref_logp` (B, S+T). Raises `ValueError` for NaN logits."""
         problems = self.task.sample("train", PROMPTS, seed=self.seed * 1_000_003 + n)
         batch, seen = collect(self.model, self.tokenizer, problems, self.seed * 1000 + n)
         with torch.no_grad():
-            batch["ref_logp"] = scored(self.reference, batch)[1]
+            logp = scored(self.reference, batch)[1]
+        batch["ref_logp"] = torch.cat([torch.zeros_like(logp[:, :1]), logp], 1)
         return batch, seen
 
     def gradient(self, batch: Batch, loss) -> float:
@@ -303,7 +305,7 @@ class Largest:
 
 def penalised_loss(model: nn.Module, batch: Batch) -> Tensor:
     """`policy_loss` + β · mean of k3 = δ − 1 − log δ, δ = π_ref/π_θ, over counted tokens."""
-    log_delta = batch["ref_logp"] - scored(model, batch)[1]
+    log_delta = batch["ref_logp"][:, 1:] - scored(model, batch)[1]
     k3 = log_delta.exp() - 1 - log_delta
     return policy_loss(model, batch) + KL * k3[batch["mask"][:, 1:]].mean()
 
@@ -357,6 +359,31 @@ def until_nan(seed: int, setting: Setting, steps: int = STEPS) -> list[dict]:
         row |= {"grad_norm": norm, "largest": layers.value} | vars(seen)
         rows.append(row | ({} if row["nonfinite"] else {"update_norm": run.step(n)}))
     return rows
+
+
+WATCHED = ("update_norm", "reward", "length", "entropy", "largest", "loss", "grad_norm")
+
+
+def first_nan(results: Results, arm: str, seed: str) -> int | None:
+    """The step of the first NaN of one run of `first_nan_warning`."""
+    return next((r["step"] for r in results.runs[arm][seed] if r["nonfinite"]), None)
+
+
+def first_warning(results: Results, arm: str, seed: str, signal: str) -> int | None:
+    """The first step before the NaN at which a signal leaves its healthy range, or None.
+
+    That range is what the healthy runs of the other seeds had, a tenth wider on each side.
+    """
+    healthy = [rows for other, rows in results.runs["healthy"].items() if other != seed]
+    values = [row[signal] for rows in healthy for row in rows]
+    low, high = min(values), max(values)
+    wider = 0.1 * (high - low)
+    for row in results.runs[arm][seed]:
+        if row["nonfinite"]:
+            return None
+        if not low - wider <= row[signal] <= high + wider:
+            return row["step"]
+    return None
 
 
 # What is done about it, and what that hides ------------------------------------------------------

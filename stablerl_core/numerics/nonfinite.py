@@ -30,7 +30,7 @@ class NonfiniteReport:
     `replays` says by dtype whether the fault is there in that precision: "finite", "nonfinite" (in
     the same module), "elsewhere: in which module", or "not run: why". `sequences` are the rows
     that show the same fault alone, `prefix` how many of their first tokens suffice; None where not
-    asked for or not found, or where the model or the loss could not take part of the batch:
+    asked for or not found, or where the model or the loss could not take such a part of the batch:
     `not_split` says why. `hidden` are operations that made a NaN which did not become the fault:
     it was masked away, averaged away or replaced, or it has the same cause.
     """
@@ -316,6 +316,7 @@ def _bisect(model, batch, loss, size, place) -> tuple[tuple | None, int | None, 
         return run.first is not None and run.first.place == place
 
     rows, low, high = list(range(size[0])), 0, size[1]
+    found = None
     try:
         while len(rows) > 1:
             halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
@@ -323,9 +324,10 @@ def _bisect(model, batch, loss, size, place) -> tuple[tuple | None, int | None, 
             if part is None:  # it takes sequences of both
                 break
             rows = part
+        found = tuple(rows)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if fails(rows, middle) else (middle, high)
     except (RuntimeError, IndexError, ValueError) as error:
-        return None, None, f"part of the batch does not run: {str(error).splitlines()[0]}"
-    return tuple(rows), high or None, None
+        return found, None, f"part of the batch does not run: {str(error).splitlines()[0]}"
+    return found, high or None, None

@@ -364,3 +364,12 @@ def test_a_loss_that_cannot_take_part_of_the_batch_costs_only_the_bisection():
     report = find_nonfinite(model, torch.ones(2, 2), loss=lambda m, b: m(b)[:, 0] @ weights)
     assert report.first.source == "a tensor from outside"
     assert report.sequences is None and "does not run" in report.not_split
+
+
+def test_a_loss_that_cannot_take_fewer_tokens_keeps_the_sequence_that_was_found():
+    def pairs(model, batch):  # needs an even number of tokens
+        return model(batch)[..., 0].unflatten(1, (-1, 2)).sum(-1).mean()
+
+    report = find_nonfinite(Planted(torch.log, -1.0), ids(), loss=pairs, repeats=1)
+    assert report.sequences == (ROW,) and report.prefix is None
+    assert report.not_split.startswith("part of the batch does not run")
