@@ -99,8 +99,8 @@ class EvaluationScore:
         """95 % interval over problems like these, under this configuration and no other.
 
         Wilson's if every number is 0 or 1; else mean ± z s/√n with s the deviation between
-        problems, so that samples of one problem do not count as independent (arXiv 2411.00640,
-        §2.2). For about 30 problems or more.
+        problems, so that samples of one problem do not count as independent (arXiv
+        2411.00640). For about 30 problems or more.
         """
         n = len(self.by_problem)
         if set(self.by_problem) <= {0, 1}:
@@ -161,7 +161,8 @@ def compare_scores(a: EvaluationScore, b: EvaluationScore, *, vary: str = "weigh
     vary: the one field under test, `weights` for two models; another field for what a setting
     does to the same weights. Raises `DifferentConfigurations` (a `ValueError`) that names each
     other field in which they differ, with both values; `ValueError`: an unknown field, two score
-    lengths for one data fingerprint, fewer than two problems.
+    lengths for one data fingerprint, fewer than two problems. Source: arXiv 2411.00640, paired
+    differences.
     """
     if vary not in FIELDS:
         raise ValueError(f"vary={vary!r}: expected one of {', '.join(FIELDS)}")
