@@ -44,6 +44,8 @@ CHAPTERS = (
     reward_hacking,
     shaping,
     evaluation_settings,
+    contamination,
+    vanishing_gradient,
     kl_entropy,
     kl_gradient,
     clipping,
