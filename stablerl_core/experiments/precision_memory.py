@@ -64,6 +64,7 @@ from ..numerics import (
     MasterWeights,
     PowerSGD,
     TopK,
+    TrainingBytes,
     checkpointed,
     clip_gradients,
     float32_head,
@@ -138,6 +139,10 @@ class FormatTrainer(Trainer):
         )
         self.scaler = LossScale(config.system.device, limit=40) if form.scaler else None
         self._round()
+
+    def held(self) -> TrainingBytes:
+        """What the run holds: model, masters, gradients, optimizer states."""
+        return held_bytes(self.model, self._optimizer)
 
     def _round(self) -> None:
         if self.form.rounds:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stablerl_core.experiments import precision_memory as pm
-from stablerl_core.numerics import number_format
+from stablerl_core.numerics import number_format, training_bytes
 from stablerl_core.training import DataConfig, NumericsConfig, Trainer, TrainerConfig, load_base
 
 DATA = DataConfig(prompts=4, group_size=4, eval_prompts=8)
@@ -55,6 +55,15 @@ def test_sixteen_bits_are_sixteen_bits_and_masters_are_not(name):
         for p, copy in zip(trainer.model.parameters(), stepped_on, strict=True):
             assert torch.equal(p, copy.to(form.dtype))
     assert 0 < trainer.lost < 1
+    n = sum(p.numel() for p in trainer.model.parameters())
+    bits = 32 if form.master else 16
+    formula = training_bytes(n, weights=form.dtype, master=form.master, state_bits=bits)
+    held = trainer.held()
+    assert (held.weights, held.master, held.states) == (
+        formula.weights,
+        formula.master,
+        formula.states,
+    )
 
 
 def test_a_light_loss_leaves_zeros_in_float16_that_scaling_takes_away():
