@@ -89,7 +89,7 @@ def float32_head(model: nn.Module) -> None:
     """From now on the output layer of `model` is float32, its weights, its input and its logits.
 
     MiniMax-M1 found its bfloat16 head to be the main source of the gap between training and
-    sampling (arXiv 2506.13585, §3.2). Logits of 8 significant bits are wrong by up to 0.4 % each
+    sampling (arXiv 2506.13585). Logits of 8 significant bits are wrong by up to 0.4 % each
     before any softmax sees them; a float32 log-softmax afterwards cannot repair that. Raises
     `ValueError` for a model without an output layer, and for one that is tied to the embedding,
     whose weights would change their format too.
