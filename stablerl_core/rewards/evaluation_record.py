@@ -130,9 +130,11 @@ class EvaluationScore:
         missing = [name for name in FIELDS if name not in values]
         unknown = sorted(set(values) - set(FIELDS))
         if missing or unknown:
+            told = {"lacks": missing, "has the unknown": unknown}
+            wrong = [f"{verb} {', '.join(names)}" for verb, names in told.items() if names]
             raise ValueError(
-                f"text lacks {missing} and has the unknown {unknown}: a score is comparable only "
-                "with all of its configuration; evaluate again and write down every field"
+                f"text {' and '.join(wrong)}: a score is comparable only with all of its "
+                "configuration; evaluate again and write down every field"
             )
         return cls(EvaluationConfig(**values | {"eos": tuple(values["eos"])}), numbers)
 
