@@ -73,6 +73,7 @@ from .verifiers import (
     any_answer,
     boxed_answer,
     math_answer,
+    number_answer,
     strict_answer,
     verify,
 )
@@ -128,6 +129,7 @@ __all__ = [
     "in_group_order",
     "last_box",
     "math_answer",
+    "number_answer",
     "memorization_probe",
     "near_duplicates",
     "ngram_overlap",

@@ -63,7 +63,8 @@ def cosine_length(
     r(l) = r_L + ½ (r_0 − r_L)(1 + cos(π l / L_max)); `exceeded`, whatever was answered, from
     L_max on: the cap. It replaces the reward, it is not added to it.
 
-    correct: bool (B,); lengths: (B,) tokens. Values as in 2502.03373, §4.
+    correct: bool (B,); lengths: (B,) tokens. Source: 2502.03373; the values are quoted from memory
+    and could not be checked.
     Raises `ValueError`: shapes that differ, max_length < 1.
     """
     _require(max_length >= 1, f"max_length={max_length}: must be ≥ 1")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 
 from .choices import choice_answer
@@ -15,6 +17,7 @@ from .tasks import MARKER
 from .verdict import Verdict, check_texts
 
 MAX_MATH_ANSWER = 256  # characters; what a symbolic parser gets to see at most
+_NUMBER = re.compile(r"\s*[$€£]?\s*([-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+))(\.[0-9]+|)")
 _MATH_WORKER = Path(__file__).with_name("_math_worker.py")
 
 
@@ -91,10 +94,42 @@ def boxed_answer(
     return Verdict(*((1.0, "correct") if answer.strip() == gold.strip() else (0.0, "wrong")))
 
 
+def number_answer(completion: str, gold: str, *, truncated: bool = False) -> Verdict:
+    """Reward 1 iff the number right after the last marker equals `gold`, as GSM8K has it.
+
+    `#### 1,234.50 dollars` is 1234.5: spaces, a currency sign before it and whatever follows the
+    number, however long, do not matter; `21` is not `1`. Compared exactly, as decimals. A marker
+    with no number after it is "unparseable". Time is linear in the length.
+    Raises `ValueError`: completion or gold is no text; gold does not begin with a number.
+    """
+    check_texts(completion, gold)
+    wanted = _number(gold)
+    if wanted is None:
+        raise ValueError(f"gold is {gold!r}: expected a number; mend it in the task")
+    if truncated or not completion:
+        return Verdict(0.0, "truncated" if truncated else "empty")
+    if MARKER not in completion:
+        return Verdict(0.0, "no_marker")
+    answer = completion.rpartition(MARKER)[2]
+    if not answer.strip():
+        return Verdict(0.0, "no_answer")
+    found = _number(answer)
+    if found is None:
+        return Verdict(0.0, "unparseable")
+    return Verdict(1.0, "correct") if found == wanted else Verdict(0.0, "wrong")
+
+
+def _number(text: str) -> Decimal | None:
+    """The number with which a text begins; None if it begins with something else."""
+    found = _NUMBER.match(text[:MAX_MATH_ANSWER])
+    return Decimal(found[1].replace(",", "") + found[2]) if found else None
+
+
 VERIFIERS: dict[str, Callable[..., Verdict]] = {
     "strict": strict_answer,
     "any": any_answer,
     "math": math_answer,
+    "number": number_answer,
     "boxed": boxed_answer,
     "choice": choice_answer,
 }

@@ -99,6 +99,8 @@ def test_time_is_the_codes_own_and_a_sleeper_ends():
     verdict = code_answer(caught + "def solve(x):\n    while True: pass", TESTS, seconds=1)
     assert verdict.reason == "timeout"
     assert time.perf_counter() - started < 60
+    slow = "import time\ndef solve(x):\n    time.sleep(0.7)\n    return sorted(x)"
+    assert code_answer(slow, TESTS, seconds=1).reward == 1  # waiting is not computing
 
 
 @runs

@@ -15,6 +15,7 @@ from stablerl_core.rewards import (
     choice_answer,
     last_box,
     math_answer,
+    number_answer,
     verify,
 )
 
@@ -183,3 +184,56 @@ def test_math_reads_a_box_in_which_braces_are_characters():
     pytest.importorskip("math_verify")
     assert math_answer(r"\boxed{\left\{1, 2\right\}}", r"\{2, 1\}").reason == "correct"
     assert math_answer(r"\boxed{7.41\%}", r"7.41\%").reward == 1
+
+
+@pytest.mark.parametrize(
+    "completion, verdict",
+    [
+        ("#### 42", (1, "correct")),
+        ("#42", (1, "correct")),
+        ("#### 42" + "x" * 301, (1, "correct")),  # a window at the end would miss it
+        ("#### 42\nI hope this helps. " + "z" * 10_000, (1, "correct")),
+        ("#### $42.00", (1, "correct")),
+        ("#### 42.", (1, "correct")),
+        ("#### +42 apples", (1, "correct")),
+        ("#### 7\n#### 42", (1, "correct")),
+        ("#### 42\n#### 7", (0, "wrong")),
+        ("#### 142", (0, "wrong")),
+        ("#### 421", (0, "wrong")),
+        ("#### -42", (0, "wrong")),
+        ("#### 42,000", (0, "wrong")),
+        ("#### 42.5", (0, "wrong")),
+        ("#### about 42", (0, "unparseable")),
+        ("#### .", (0, "unparseable")),
+        ("####", (0, "no_answer")),
+        ("42", (0, "no_marker")),
+        ("", (0, "empty")),
+    ],
+)
+def test_numbers_after_a_marker(completion, verdict):
+    assert number_answer(completion, "42") == Verdict(*verdict)
+    assert number_answer(completion, "42", truncated=True) == Verdict(0.0, "truncated")
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
+def test_two_numbers_are_equal_or_not_however_they_are_written(a, b):
+    assert number_answer(f"#### {a:,}.00!", str(b)).reward == float(a == b)
+    assert number_answer(f"#### {a}", f"{a:,}").reward == 1
+
+
+@pytest.mark.parametrize("gold", ["forty", "x=3", "#42"])
+def test_a_gold_that_is_no_number_is_named(gold):
+    with pytest.raises(ValueError, match=f"gold is '{gold}': expected a number"):
+        number_answer("#### 42", gold)
+
+
+def test_percentages_are_equal_to_themselves_off_the_main_thread():
+    pytest.importorskip("math_verify")
+    from threading import Thread
+
+    verdicts = []
+    thread = Thread(target=lambda: verdicts.extend(
+        [math_answer("#7.41%", "7.41%"), number_answer("#7.41%", "7.41%")]))
+    thread.start()
+    thread.join(60)
+    assert [v.reward for v in verdicts] == [1, 1]
