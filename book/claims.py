@@ -217,6 +217,86 @@ LAYER_2 = (
     ),
 )
 
+LAYER_3 = (
+    Claim(
+        "001",
+        "Muon makes the singular values of an update even, so that no few directions dominate",
+        "so it is, about {cite}`jordan2024muon`; five steps leave the smallest behind",
+        "reproduced",
+        "32_muon",
+        lambda: (
+            "Each at its best of five rates, Muon minus AdamW in the loss of a warm start: "
+            f"{less('muon_sweep', 'muon 0.03', 'adamw 0.01', 'loss', 36, 40)}."
+        ),
+    ),
+    Claim(
+        "001, 002",
+        "MuonClip limits the norm of Muon's update",
+        "it has no such limit; its clip is QK-Clip {cite}`kimi2025k2`",
+        "contradicts its source",
+        "32_muon",
+        lambda: (
+            "The norm of the update does not depend on that of the gradient, so the limit acts on "
+            "nearly every matrix at every step: a smaller learning rate. At the same rate it "
+            f"costs {less('muon_sweep', 'norm_cap 0.01', 'muon 0.01', 'loss', 36, 40)} in loss, "
+            "with steps of the same size "
+            f"{less('muon_sweep', 'norm_cap same size', 'muon 0.01', 'loss', 36, 40)}."
+        ),
+    ),
+    Claim(
+        "002",
+        "the limit stops a single outlier gradient from wrecking a run",
+        "not in the report {cite}`kimi2025k2`",
+        "refuted",
+        "32_muon",
+        lambda: (
+            "One bad batch, minus no outlier, in loss: with the limit "
+            f"{less('muon_outlier', 'norm_cap', 'muon, no outlier', 'loss', 36, 40)}, without "
+            f"{less('muon_outlier', 'muon', 'muon, no outlier', 'loss', 36, 40)}, with the "
+            "gradient clipped instead "
+            f"{less('muon_outlier', 'muon, gradient clipped', 'muon, no outlier', 'loss', 36, 40)}."
+        ),
+    ),
+    Claim(
+        "001, 002",
+        "QK-clip clamps attention scores to ±30 before the softmax",
+        "it rescales the query and key weights of a hot head after the step, with a bound of 100 "
+        "{cite}`kimi2025k2`",
+        "contradicts its source",
+        "33_qk_clip",
+        lambda: (
+            "With hot queries and keys, loss minus that without any bound: the clamp "
+            f"{less('qk_clip', 'clamp', 'none', 'loss', 36, 40)}, QK-Clip "
+            f"{less('qk_clip', 'qk_clip', 'none', 'loss', 36, 40)}, a soft-cap "
+            f"{less('qk_clip', 'soft_cap', 'none', 'loss', 36, 40)}. Largest logit under the clamp "
+            f"{at('qk_clip', 'clamp', 'attention_logit_max', 36, 40).mean:.0f}, with QK-Clip "
+            f"{at('qk_clip', 'qk_clip', 'attention_logit_max', 36, 40).mean:.0f}."
+        ),
+    ),
+    Claim(
+        "001, 002",
+        "attention scores blow up in long contexts",
+        "the report sees logits above 1,000 with Muon at scale {cite}`kimi2025k2`",
+        "partly",
+        "33_qk_clip",
+        lambda: (
+            "Ten times the learning rate for queries and keys does it in a short context. A "
+            "context eight times as long raises the largest logit from "
+            f"{at('qk_clip', 'none', 'attention_logit_max', 36, 40).mean:.0f} to "
+            f"{at('qk_clip', 'packed', 'attention_logit_max', 36, 40).mean:.0f}."
+        ),
+    ),
+    Claim(
+        "001, 002",
+        "one loss spike per 10T tokens instead of one per 1T, and 15 % faster than Adam",
+        "no loss spike in 15.5T tokens {cite}`kimi2025k2`; neither rate is in a report, and "
+        "Moonlight's figure is half of AdamW's compute {cite}`liu2025moonlight`",
+        "not testable here",
+        "",
+        "",
+    ),
+)
+
 LAYER_4 = (
     Claim(
         "000",
@@ -392,7 +472,7 @@ LAYER_4 = (
     ),
 )
 
-CLAIMS: tuple[Claim, ...] = LAYER_2 + LAYER_4
+CLAIMS: tuple[Claim, ...] = LAYER_2 + LAYER_3 + LAYER_4
 
 
 def _percent(found: Interval) -> str:
