@@ -6,7 +6,7 @@ import numpy as np
 
 from .evidence import Evidence, number, step_name
 from .findings import Finding
-from .trends import departure, fall_from_peak, level, monotone, scatter
+from .trends import departure, fall_from_peak, halved, level, monotone, scatter
 
 SMALLER_RATE = "A smaller learning rate or tighter clipping: the target stays as it is."
 
@@ -85,23 +85,50 @@ def _nearly_solved(e: Evidence, moved) -> bool:
 
 
 def paid_but_wrong(e: Evidence) -> Finding | None:
-    """The reward rises while an evaluation, or the part that measures success, falls."""
+    """The reward rises while an evaluation, or the part that measures success, falls.
+
+    Where an evaluation halves, a reward that merely holds is enough, if sampler and trainer are
+    known to agree: otherwise the reward is that of another policy, and layer 4 says so.
+    """
     paid = e.risen or _all_up(e.reward.values) or level(e.reward, "last") >= _ceiling(e)
-    if not paid:
+    first, last = level(e.reward, "first"), level(e.reward, "last")
+    holds = last >= first - 0.1 * abs(first) and e.gap_is_healthy
+    if not paid and not holds:
         return None
     for name, series in e.heldout.items():
+        if not paid and not halved(series):
+            continue
         lost = fall_from_peak(series) if len(series) >= 4 else None
         if lost and lost.after < level(series, "first"):
-            return _hack(e, name, series, _leaves(series, lost.before))
+            return _hack(e, name, series, _leaves(e, series, lost.before))
         if len(series) >= 5 and _parted(e, series):
             return _hack(e, name, series, float(series.steps[-1]))
     for name, series in e.log.family("reward_part").items():
-        told = any(word in name.lower() for word in ("acc", "correct", "answer", "solve"))
         values = series.finite().values
-        if not told or len(values) < 3 or values[0] <= 0 or level(series, "last") > 0.6 * values[0]:
+        if not _success(name) or len(values) < 3 or values[0] <= 0:
             continue
-        if monotone(series) < -0.5 or (len(values) < 8 and np.all(np.diff(values) < 0)):
+        sinks = monotone(series) < -0.5 or (len(values) < 8 and np.all(np.diff(values) < 0))
+        if paid and sinks and level(series, "last") <= 0.6 * values[0]:
             return _hack(e, f"reward_part:{name}", series, float(series.steps[1]))
+    return None
+
+
+def _success(name: str) -> bool:
+    return any(word in name.lower() for word in ("acc", "correct", "answer", "solve"))
+
+
+def traded_parts(e: Evidence) -> Finding | None:
+    """Of the parts of a reward, the one that measures success pays for the rise of another."""
+    if len(e.reward) < 10 or level(e.reward, "last") < 0.8 * level(e.reward, "first"):
+        return None
+    parts = {n: s.finite() for n, s in e.log.family("reward_part").items()}
+    tells = {n: (monotone(s), level(s, "first"), level(s, "last")) for n, s in parts.items()}
+    sunk = [n for n, (t, a, b) in tells.items() if _success(n) and t < -0.3 and 0 < b < 0.7 * a]
+    for name in sunk:
+        lost = tells[name][1] - tells[name][2]
+        rose = [n for n, (t, a, b) in tells.items() if t > 0.3 and b - a > 0.5 * lost]
+        if rose:
+            return _hack(e, f"reward_part:{name}", parts[name], float(parts[name].steps[1]))
     return None
 
 
@@ -110,10 +137,15 @@ def _ceiling(e: Evidence) -> float:
     return 0.95 * float(e.reward.values.max()) if len(e.reward) else np.inf
 
 
-def _leaves(series, peak: float) -> float:
-    """The step after which an evaluation never again reached nine tenths of its peak."""
-    high = np.flatnonzero(series.values >= 0.9 * peak)
-    return float(series.steps[min(int(high[-1]) + 1, len(series) - 1)])
+def _leaves(e: Evidence, series, peak: float) -> float:
+    """When an evaluation left nine tenths of its peak for good.
+
+    Evaluations are rare, so it may have begun to fall right after the last good one. That one is
+    taken where sampler and trainer agree, and otherwise the one after it: stale data, too, parts
+    the reward from the evaluation, and its own signals are in every row.
+    """
+    last = int(np.flatnonzero(series.values >= 0.9 * peak)[-1])
+    return float(series.steps[last if e.gap_is_healthy else min(last + 1, len(series) - 1)])
 
 
 def _parted(e: Evidence, series) -> bool:
@@ -130,10 +162,11 @@ def _all_up(values: np.ndarray) -> bool:
 
 
 def _hack(e: Evidence, name: str, series, step: float) -> Finding:
+    first, last = level(e.reward, "first"), level(e.reward, "last")
     return Finding(
         *(1, name, step),
-        f"the reward rises from {number(level(e.reward, 'first'))} to "
-        f"{number(level(e.reward, 'last'))} while {name.split(':')[-1]} goes from "
+        f"the reward {'rises' if last > first else 'goes'} from {number(first)} to "
+        f"{number(last)} while {name.split(':')[-1]} goes from "
         f"{number(level(series, 'first'))} to {number(level(series, 'last'))}",
         "what is paid and what is wanted move apart: the reward is being bought",
         "strong",

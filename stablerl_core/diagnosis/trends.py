@@ -109,8 +109,9 @@ def fall_from_peak(series: Series) -> Departure | None:
     """The last fall of a smoothed curve from its highest point that is larger than noise.
 
     It ends below the peak by 4 scatters, and by a quarter of the height above the lowest value
-    (40 % below 20 values, where a median still moves with single rows). `step` is where the
-    curve last stood in the upper half of that fall.
+    (40 % below 20 values, where a median still moves with single rows). A steep fall of few
+    values looks like noise, so below 20 it is also one where the last third lies below half of
+    the whole first third. `step` is where the curve last stood in the upper half of that fall.
     """
     series = series.finite()
     if len(series) < 3:
@@ -123,11 +124,21 @@ def fall_from_peak(series: Series) -> Departure | None:
     share = 0.25 if len(series) >= 20 else 0.4
     # The noise of the time before the fall: a collapse is noisier than what it ends.
     noise = scatter(series.values[: max(top + 1, 5)]) / np.sqrt(max(1, window_of(len(series)) / 2))
-    if top >= len(curve) - 1 or drop < max(4 * noise, share * height) or drop <= 0:
+    least = share * height if halved(series) else max(4 * noise, share * height)
+    if top >= len(curve) - 1 or drop < least or drop <= 0:
         return None
     upper = np.flatnonzero(curve[top:] > curve[top] - drop / 2)
     onset = min(top + int(upper[-1]) + 1, len(series) - 1)
     return Departure(float(series.steps[onset]), float(curve[top]), end)
+
+
+def halved(series: Series) -> bool:
+    """Whether 5 to 19 values end, the last third, below half of the lowest of the first third."""
+    values, third = series.finite().values, len(series.finite()) // 3
+    if not 5 <= len(values) < 20:
+        return False
+    lowest = float(values[: max(2, third)].min())
+    return lowest > 0 and bool(values[-max(2, third) :].max() < 0.5 * lowest)
 
 
 def spikes(series: Series, factor: float, least: float) -> Series:

@@ -37,7 +37,9 @@ def healthy(**changes) -> SignalLog:
         "loss": wobble(0, 0.01),
         "logp_gap": np.abs(wobble(0.012, 0.001)),
     } | changes
-    return SignalLog({k: series(v) for k, v in signals.items() if v is not None}, "test")
+    given = {k: v for k, v in signals.items() if v is not None}
+    ready = {k: v if isinstance(v, Series) else series(v) for k, v in given.items()}
+    return SignalLog(ready, "test")
 
 
 def step(before, after, at=30, size=0.0):
@@ -49,6 +51,8 @@ def falls(at=40, low=0.05):
 
 
 COLLAPSE = {"reward": falls(), "heldout_accuracy": falls()}
+HALVED = series([0.38, 0.24, 0.09, 0.15, 0.03, 0.04, 0.06], range(1, 62, 10))
+STEADY = series([0.38, 0.45, 0.36, 0.42, 0.35, 0.47, 0.41], range(1, 62, 10))
 NAN_FROM_30 = np.where(np.arange(N) < 30, 0.4, np.nan)
 SAW = np.tile(np.linspace(0.01, 0.2, 6), 10)
 
@@ -60,6 +64,15 @@ FAULTS = {
             reward=wobble(0.5, 0.02), zero_variance_groups=step(0.3, 0.9, size=0.01)
         ),
         "reward up, accuracy down": dict(heldout_accuracy=np.linspace(0.6, 0.2, N)),
+        "accuracy halves, reward holds": dict(reward=wobble(0.85, 0.03), heldout_accuracy=HALVED),
+        "reward up, accuracy halves, then KL": dict(
+            heldout_accuracy=HALVED, kl_ref=np.linspace(0, 0.9, N)
+        ),
+        "one part pays for another": {
+            "reward": wobble(0.8, 0.03),
+            "reward_part:answer": np.linspace(0.5, 0.2, N),
+            "reward_part:length": np.linspace(0.3, 0.6, N),
+        },
         "one part never pays": {"reward_part:format": np.zeros(N)},
         "a group of one": dict(reward_std=np.full(N, np.nan), loss=np.full(N, np.nan)),
         "prompts are cut": dict(prompt_truncated=np.full(N, 1.0)),
@@ -99,6 +112,9 @@ FAULTS = {
         "no token is trained": dict(
             grad_norm=np.zeros(N), reward_std=wobble(0.3, 0.01), trained_tokens=np.zeros(N)
         ),
+        "accuracy halves, reward is another policy's": dict(
+            reward=wobble(0.6, 0.02), heldout_accuracy=HALVED, logp_gap=np.linspace(0.05, 0.3, N)
+        ),
         "data grow old": COLLAPSE | dict(staleness=step(0.5, 6, at=25)),
     },
 }
@@ -134,6 +150,11 @@ FALSE_ALARMS = {
     "one skipped update": dict(
         grad_norm=np.where(np.arange(N) == 30, np.inf, 0.4), loss=wobble(0, 0.01)
     ),
+    "few evaluations that wobble": dict(heldout_accuracy=STEADY),
+    "one part rises, the other holds": {
+        "reward_part:accuracy": wobble(0.5, 0.02),
+        "reward_part:format": np.linspace(0.1, 0.9, N),
+    },
     "answers get shorter": dict(length=np.linspace(400, 120, N)),
     "KL of a useful fine-tune": dict(kl_ref=np.linspace(0, 0.17, N)),
 }
