@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stablerl_core.experiments import Interval, interval, load
+from stablerl_core.experiments.evaluation_settings import SETTINGS
 
 TEXTS = {
     "000": 'A text on DeepSeek-V3.2 and a "triple dilemma"',
@@ -217,7 +218,108 @@ LAYER_2 = (
     ),
 )
 
+LAYER_1 = (
+    Claim(
+        "001",
+        "clipping and optimizers treat loss spikes, not a reward that pays for the wrong thing",
+        "a principle, without a source",
+        "reproduced",
+        "10_reward_hacking",
+        lambda: (
+            "Three wrong rewards. Clipped minus unclipped, in held-out accuracy: keywords "
+            f"{less('reward_hacking', 'keywords_clip', 'keywords', ACC, 50, 60)}, a bonus for "
+            f"length {less('reward_hacking', 'length_clip', 'length', ACC, 50, 60)}, a hole "
+            f"{less('reward_hacking', 'hole_clip', 'hole', ACC, 50, 60)}. A strict verifier from "
+            "the middle on, minus none, with keywords: "
+            f"{less('reward_hacking', 'keywords_repaired', 'keywords', ACC, 50, 60)}."
+        ),
+    ),
+    Claim(
+        "004",
+        "keyword matching produced invalid outputs; a syntax penalty is the countermeasure",
+        "not found in the report {cite}`deepseek2025r1`",
+        "partly",
+        "10_reward_hacking",
+        lambda: (
+            "The first half is so. The penalty makes answers valid: "
+            f"{at('reward_hacking', 'keywords_syntax', 'valid', 50, 60)} of them, against "
+            f"{at('reward_hacking', 'keywords', 'valid', 50, 60)}. It does not make them right: "
+            "accuracy minus that under the strict verifier "
+            f"{less('reward_hacking', 'keywords_syntax', 'strict', ACC, 50, 60)}."
+        ),
+    ),
+    Claim(
+        "001, 002",
+        "self-verification pays 1, ½ and 0, and gives hard groups a useful gradient",
+        "not in the report that the texts name {cite}`seed2025thinking`; DeepSeekMath-V2 pays for "
+        "the quality first {cite}`shao2025deepseekmathv2`",
+        "refuted",
+        "13_shaping",
+        lambda: (
+            "Whoever is right in less than half of the tries earns a sure ½ by being wrong on "
+            "purpose. Right first answers end at "
+            f"{at('shaping', 'sv_levels', 'first_right', 41, 50)}, with V2's form "
+            f"{at('shaping', 'sv_proof', 'first_right', 41, 50)}, paid right or wrong "
+            f"{at('shaping', 'add_strict', 'first_right', 41, 50)}."
+        ),
+    ),
+    Claim(
+        "004",
+        "rewards are normalized by quantiles, which mitigates outliers",
+        "mean and standard deviation {cite}`deepseek2025r1`; a quantile baseline is another "
+        "paper's {cite}`wu2025quantile`",
+        "contradicts its source",
+        "13_shaping",
+        lambda: (
+            "With one reward in fifty 20 too large: quantile minus mean, accuracy "
+            f"{less('shaping', 'outlier_quantile', 'outlier_mean', ACC, 40, 50)}; and the outliers "
+            f"cost nothing measurable, {less('shaping', 'outlier_mean', 'plain', ACC, 40, 50)}, "
+            "since the division bounds every advantage."
+        ),
+    ),
+    Claim(
+        "001",
+        "scores of different templates, prompts and sampling parameters cannot be compared",
+        "the case of Llama 4, as the texts tell it",
+        "reproduced",
+        "14_same_weights_different_score",
+        lambda: (
+            "Two policies under seventeen configurations, accuracy of the trained one minus that "
+            f"of its base: {_gap('reference')} as it was trained, {_gap('greedy')} answering "
+            "greedily. The order turns round."
+        ),
+    ),
+)
+
 LAYER_3 = (
+    Claim(
+        "001",
+        "a NaN that one fixed batch reproduces comes from that batch or a deterministic path; one "
+        "that appears at random, from low precision",
+        "a rule of thumb, without a source",
+        "refuted",
+        "30_the_first_nan",
+        lambda: (
+            "Of six planted faults all are reproduced. "
+            f"{_wider()} of them are finite in a wider format, an overflow of float16 among them. "
+            "The replay in another format tells precision, repetition does not."
+        ),
+    ),
+    Claim(
+        "000",
+        "filter gradients above three times the mean, and halve the learning rate there",
+        "not in the report {cite}`deepseek2025v32`",
+        "refuted",
+        "31_gradients_before_the_spike",
+        lambda: (
+            "Five bad batches in forty, accuracy minus that without them: nothing done "
+            f"{less('gradient_spikes', 'free', 'none', 'accuracy', 40, 40)}, halved "
+            f"{less('gradient_spikes', 'halve', 'none', 'accuracy', 40, 40)}, clipped "
+            f"{less('gradient_spikes', 'clip', 'none', 'accuracy', 40, 40)}, skipped "
+            f"{less('gradient_spikes', 'skip', 'none', 'accuracy', 40, 40)}. The halvings are for "
+            "good, so the run also ends slower."
+        ),
+    ),
     Claim(
         "001",
         "Muon makes the singular values of an update even, so that no few directions dominate",
@@ -239,7 +341,7 @@ LAYER_3 = (
             "The norm of the update does not depend on that of the gradient, so the limit acts on "
             "nearly every matrix at every step: a smaller learning rate. At the same rate it "
             f"costs {less('muon_sweep', 'norm_cap 0.01', 'muon 0.01', 'loss', 36, 40)} in loss, "
-            "with steps of the same size "
+            "with steps of about the same length "
             f"{less('muon_sweep', 'norm_cap same size', 'muon 0.01', 'loss', 36, 40)}."
         ),
     ),
@@ -250,16 +352,17 @@ LAYER_3 = (
         "refuted",
         "32_muon",
         lambda: (
-            "One bad batch, minus no outlier, in loss: with the limit "
-            f"{less('muon_outlier', 'norm_cap', 'muon, no outlier', 'loss', 36, 40)}, without "
-            f"{less('muon_outlier', 'muon', 'muon, no outlier', 'loss', 36, 40)}, with the "
-            "gradient clipped instead "
-            f"{less('muon_outlier', 'muon, gradient clipped', 'muon, no outlier', 'loss', 36, 40)}."
+            "One bad batch costs Muon "
+            f"{less('muon_outlier', 'muon', 'muon, no outlier', 'loss', 36, 40)} in loss, with the "
+            "gradient clipped "
+            f"{less('muon_outlier', 'muon, gradient clipped', 'muon, no outlier', 'loss', 36, 40)}"
+            ". With the limit the same run, minus Muon's without it, ends at "
+            f"{less('muon_outlier', 'norm_cap', 'muon', 'loss', 36, 40)}."
         ),
     ),
     Claim(
         "001, 002",
-        "QK-clip clamps attention scores to ±30 before the softmax",
+        "QK-clip clamps attention scores before the softmax (in 002 to ±30)",
         "it rescales the query and key weights of a hot head after the step, with a bound of 100 "
         "{cite}`kimi2025k2`",
         "contradicts its source",
@@ -472,11 +575,23 @@ LAYER_4 = (
     ),
 )
 
-CLAIMS: tuple[Claim, ...] = LAYER_2 + LAYER_3 + LAYER_4
+CLAIMS: tuple[Claim, ...] = LAYER_1 + LAYER_2 + LAYER_3 + LAYER_4
 
 
 def _percent(found: Interval) -> str:
     return f"{found.mean:.1%} [{found.low:.1%}, {found.high:.1%}]"
+
+
+def _gap(setting: str) -> Interval:
+    """The trained policy's score minus the base's, at one configuration of chapter 14."""
+    place = list(SETTINGS).index(setting)
+    return less("evaluation_settings", "strict", "base", "score", place, place)
+
+
+def _wider() -> int:
+    """How many faults of chapter 30 a wider format does not have, in every seed."""
+    found = load("first_nan")
+    return sum(min(found.per_seed(arm, "wider", 1, 1)) == 1 for arm in found.arms)
 
 
 def claims_markdown() -> str:
