@@ -201,3 +201,19 @@ def test_metadata_keeps_no_trace_of_one_run(path):
     ]
     assert not volatile, f"timings in the metadata of {volatile}: run `make execute`"
     assert "widgets" not in load(path).metadata
+
+
+@every_notebook
+def test_each_number_in_the_prose_is_glued_once(path):
+    notebook = load(path)
+    glued = [
+        out.metadata["scrapbook"]["name"]
+        for cell in code_cells(path)
+        for out in cell.outputs
+        if "scrapbook" in out.get("metadata", {})
+    ]
+    twice = sorted({key for key in glued if glued.count(key) > 1})
+    assert not twice, f"{path.stem} glues {', '.join(twice)} twice; the later one would be shown"
+    prose = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+    missing = sorted(set(re.findall(r"\{glue:text\}`([^`]+)`", prose)) - set(glued))
+    assert not missing, f"{path.stem} shows {', '.join(missing)}, which no cell glues"
