@@ -26,11 +26,29 @@ browser test then find it. In a notebook `COIN` as the last line of a cell shows
 - Panels: `Curves` (lines, points, vertical guides, log axes), `Bars`, `Table` (of texts).
 """
 
-from . import balance, clipping, kl_entropy, kl_gradient, long_sequences, newton_schulz, queues
+from . import (
+    balance,
+    clipping,
+    kl_entropy,
+    kl_gradient,
+    long_sequences,
+    newton_schulz,
+    queues,
+    vanishing_gradient,
+)
 from .explorer import Explorer, Slider
 from .panels import Bars, Curves, Table
 
-CHAPTERS = (kl_entropy, kl_gradient, clipping, balance, long_sequences, newton_schulz, queues)
+CHAPTERS = (
+    vanishing_gradient,
+    kl_entropy,
+    kl_gradient,
+    clipping,
+    balance,
+    long_sequences,
+    newton_schulz,
+    queues,
+)
 EXPLORERS = {e.name: e for chapter in CHAPTERS for e in chapter.ALL}
 
 __all__ = ["EXPLORERS", "Bars", "Curves", "Explorer", "Slider", "Table"]
