@@ -146,15 +146,16 @@ class PowerSGD:
         if gradients.dim() < 3:
             shape = tuple(gradients.shape)
             raise ValueError(f"gradients has shape {shape}; expected (W, …, m, n): send it Dense()")
-        matrix = gradients.mean(0)
+        dtype = gradients.dtype  # of what is sent; torch decomposes float32 or wider
+        matrix = gradients.to(torch.promote_types(dtype, torch.float32)).mean(0)
         if self.q is None:
             size = *matrix.shape[:-2], matrix.shape[-1], min(self.rank, *matrix.shape[-2:])
             drawn = torch.randn(size, generator=self.generator, dtype=matrix.dtype)
             self.q = drawn.to(matrix.device)
-        p = torch.linalg.qr(matrix @ torch.linalg.qr(self.q).Q).Q
-        q = matrix.mT @ p
+        p = torch.linalg.qr(matrix @ torch.linalg.qr(self.q).Q).Q.to(dtype)
+        q = (matrix.mT @ p.to(matrix.dtype)).to(dtype)
         if q.isfinite().all():  # a faulty gradient must not stay in the next start
-            self.q = q
+            self.q = q.to(matrix.dtype)
         mean = p @ q.mT
         return Averaged(mean, mean.expand_as(gradients), p.nbytes + q.nbytes)
 

@@ -55,6 +55,7 @@ def test_what_eight_to_one_means_in_bytes():
     half = g.bfloat16()
     assert Dense().average(half).nbytes / FourBit(64).average(half).nbytes < 3.8
     assert TopK(1 / 16).average(half).nbytes == 256 * (2 + 4)
+    assert power(4).average(half).nbytes == (64 + 64) * 4 * 2
 
 
 @given(numbers=st.integers(1, 300), block=st.integers(1, 40))
@@ -103,6 +104,17 @@ def test_power_sgd_sends_a_matrix_of_its_rank_exactly():
     assert torch.linalg.matrix_rank(power(2).average(low[None]).mean) == 2
     wide = power(9).average(normal(1, 4, 6))  # more than the matrix has
     torch.testing.assert_close(wide.mean, normal(1, 4, 6)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_power_sgd_in_16_bits_is_that_of_float32_up_to_rounding(dtype):
+    g = normal(2, 20, 15).to(dtype)
+    codec, wide = power(3), power(3)
+    for _ in range(3):
+        found, exact = codec.average(g), wide.average(g.float())
+        assert found.mean.dtype == found.sent.dtype == dtype
+        error = (found.mean.float() - exact.mean).norm() / exact.mean.norm()
+        assert 0 < error < 4 * torch.finfo(dtype).eps
 
 
 def test_power_sgd_repeated_finds_the_best_of_its_rank():
