@@ -186,19 +186,20 @@ def trainer(arm: str, seed: int = 0) -> Trainer:
 
 
 def levels_rows(
-    arm: str, seed: int, budget: int = BUDGET, updates: int = BUDGET, hold: bool = False
+    arm: str, seed: int, budget: int = BUDGET, updates: int = 0, hold: bool = False
 ) -> list[dict]:
-    """One run until its budget or its updates are spent: a row each `EVERY` completions (`step`).
+    """One run until its budget is spent: a row each `EVERY` completions (`step`).
 
-    The step is rounded down, `spent` is exact. `reached` is the mean held-out accuracy of the two
-    levels that the base can do at all, `dead` that of the others; `silent` the share of groups
-    without variance among all drawn since the row before; `draws` the share of levels in reach in
-    the mix now in force; `updates` the steps so far. `hold` takes the update of a step without any
-    gradient back; `coasted` is how far such updates went.
+    Given `updates`, the run ends after so many instead, with a row every 16, and `step` counts
+    them. Otherwise the step is rounded down to `EVERY`; `spent` is exact. `reached` is the mean
+    held-out accuracy of the two levels that the base can do at all, `dead` that of the others;
+    `silent` the share of groups without variance among all drawn since the row before; `draws` the
+    share of levels in reach in the mix now in force; `updates` the steps so far. `hold` takes the
+    update of a step without any gradient back; `coasted` is how far such updates went.
     """
     run, spent = trainer(arm, seed), TRIES * len(LEVELS) * (arm == "frozen bucket")
     rows, silent, coasted = [{"step": 0} | _measured(run, seed)], [], 0.0
-    while spent < budget and run.version < updates:
+    while run.version < updates if updates else spent < budget:
         before = parameters_to_vector(run.model.parameters()).detach().clone()
         row = run.step()
         if row["zero_variance_groups"] == 1:
@@ -209,9 +210,9 @@ def levels_rows(
         groups = int(row.get("drawn_groups", PROMPTS))
         spent += groups * SIZE
         silent += [row["zero_variance_groups"]] * groups
-        if spent >= rows[-1]["step"] + EVERY or run.version == updates:
-            even = spent - spent % EVERY
-            new = {"step": even if even > rows[-1]["step"] else spent, "spent": spent}
+        done, every = (run.version, 16) if updates else (spent, EVERY)
+        if done >= rows[-1]["step"] + every:
+            new = {"step": done - done % every, "spent": spent}
             new |= {"silent": sum(silent) / len(silent), "updates": run.version}
             rows.append(new | {"coasted": coasted} | _measured(run, seed))
             silent, coasted = [], 0.0
@@ -237,7 +238,7 @@ ALL = (
         "curricula",
         __doc__,
         {arm: partial(levels_rows, arm) for arm in ARMS}
-        | {UNPAID: partial(levels_rows, UNPAID, budget=10 * BUDGET, updates=WHILE)},
+        | {UNPAID: partial(levels_rows, UNPAID, updates=WHILE)},
     ),
     Measured(
         "coasting",

@@ -73,5 +73,30 @@ def test_a_run_ends_with_its_budget_and_refills_are_counted(monkeypatch):
     assert [row["step"] for row in plain] == [0, 256] and plain[-1]["updates"] == 4
     (_, *rows) = chapter.levels_rows("dynamic sampling", 0, budget=256)
     assert rows[-1]["spent"] >= 256 and rows[-1]["updates"] < 4
-    unpaid = chapter.levels_rows(chapter.UNPAID, 0, budget=10_000, updates=2)
-    assert unpaid[-1]["updates"] == 2 and unpaid[-1]["spent"] > 128
+    unpaid = chapter.levels_rows(chapter.UNPAID, 0, updates=16)
+    assert [row["step"] for row in unpaid] == [0, 16] and unpaid[-1]["spent"] > 16 * 64
+
+
+def test_held_steps_without_a_gradient_change_nothing(monkeypatch):
+    """Two levels that nobody solves: the run coasts unless it is held."""
+    monkeypatch.setattr(chapter, "ASKED", 8)
+    monkeypatch.setattr(chapter, "EVERY", 512)
+    told = []
+    trainer = chapter.trainer
+
+    def switched(arm, seed):
+        run = trainer(arm, seed)
+        run.run(4, progress=False)
+        run.task.step = 99  # the last level: no answer is right
+        told.append(run)
+        return run
+
+    monkeypatch.setattr(chapter, "trainer", switched)
+    free, held = (
+        chapter.levels_rows("easy first", 0, budget=512, hold=hold)[-1] for hold in (False, True)
+    )
+    assert free["silent"] == held["silent"] == 1 and free["coasted"] > 0
+    start = trainer("easy first", 0)
+    start.run(4, progress=False)
+    for parameter, same in zip(start.model.parameters(), told[1].model.parameters(), strict=True):
+        assert torch.equal(parameter, same)
