@@ -31,6 +31,10 @@ ALLOWED = {
 }
 OPENAT = {"x86_64": 257, "aarch64": 56}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# fcntl may copy a descriptor and read or set its flags. Its other commands can have a signal, also
+# SIGKILL, sent to any process of this user (F_NOTIFY with F_SETSIG and F_SETOWN), or hold files.
+FCNTL = {"x86_64": 72, "aarch64": 25}
+COMMANDS = (0, 1, 2, 3, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 DENY, ALLOW = 0x00050000 | 1, 0x7FFF0000  # SECCOMP_RET_ERRNO | EPERM, SECCOMP_RET_ALLOW
 
 
@@ -44,19 +48,50 @@ class _Program(ctypes.Structure):
 
 
 def program(machine: str) -> list[tuple[int, int, int, int]]:
-    """A seccomp filter in BPF: another architecture and every call not in `ALLOWED` is refused."""
+    """A seccomp filter in BPF: another architecture and every call not in `ALLOWED` is refused.
+
+    Of openat the flags are read, of fcntl the command. Lines are (code, jump if true, if false, k).
+    """
     load, equal, any_bit, back = 0x20, 0x15, 0x45, 0x06
     audit, *allowed = ALLOWED[machine]
     lines = [(load, 0, 0, 4), (equal, 1, 0, audit), (back, 0, 0, DENY), (load, 0, 0, 0)]
     lines += [(equal, 0, 3, OPENAT[machine]), (load, 0, 0, 32)]  # its third argument: the flags
     lines += [(any_bit, 0, 1, WRITING), (back, 0, 0, DENY), (load, 0, 0, 0)]
+    n = len(COMMANDS)
+    lines += [(equal, 0, n + 2, FCNTL[machine]), (load, 0, 0, 24)]  # its second argument
+    lines += [(equal, n - i, 0, command) for i, command in enumerate(COMMANDS)]
+    lines += [(back, 0, 0, DENY), (load, 0, 0, 0)]
     for call in allowed:
         lines += [(equal, 0, 1, call), (back, 0, 0, ALLOW)]
     return [*lines, (back, 0, 0, DENY)]
 
 
+def part_from_others(libc: ctypes.CDLL) -> None:
+    """No look into other processes: /proc shows the memory and environment of one's own user's.
+
+    The expected values and every secret of the trainer are there. Three ways, since none is to be
+    had everywhere: a user namespace of its own, no capabilities (where the trainer is root), a
+    Landlock domain. Raises `OSError` if the parent stays readable after all of them.
+    """
+    libc.unshare(0x10000000)  # CLONE_NEWUSER
+    capability_version_3 = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    libc.capset(capability_version_3, (ctypes.c_uint32 * 6)())
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS: Landlock asks for it
+    all_but_reading = ctypes.c_uint64(0x1FF3)
+    ruleset = libc.syscall(444, ctypes.byref(all_but_reading), ctypes.c_size_t(8), 0)
+    if ruleset >= 0:
+        libc.syscall(446, ruleset, 0)
+        os.close(ruleset)
+    for name in ("environ", "mem"):
+        try:
+            os.close(os.open(f"/proc/{os.getppid()}/{name}", os.O_RDONLY))
+        except OSError:
+            continue
+        raise OSError(f"the code could read {name} of the process that checks it")
+
+
 def close_doors(seconds: int, memory: int) -> None:
-    """Limit what the process may use and call. Raises `OSError` where the system cannot."""
+    """Limit what the process may use, see and call. Raises `OSError` where the system cannot."""
     used = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
     resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, used + seconds + 1))
     for limit, value in (
@@ -74,6 +109,7 @@ def close_doors(seconds: int, memory: int) -> None:
     array = (_Instruction * len(lines))(*lines)
     filter_ = _Program(len(lines), array)
     libc = ctypes.CDLL(None, use_errno=True)
+    part_from_others(libc)
     if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(filter_), 0, 0):
         raise OSError(ctypes.get_errno(), "the kernel refuses a system call filter")
 

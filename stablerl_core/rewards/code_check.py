@@ -50,14 +50,16 @@ def code_answer(
     The code runs in a process of its own: `python -I`, no environment, an empty folder, `memory`
     bytes, `seconds` of processor time (of its own, so a busy machine fails nobody; a sleeper ends
     at ten seconds plus five times as many), and a filter of system calls that leaves computing
-    and reading files: no network, no other process, no file written or removed. It never gets the
-    expected values. Files that you may read, it may read: keep gold answers off the machine's
-    disk, or use a container. Standard library only.
+    and reading files: no network, no other process nor a signal to one, no file written or removed.
+    It never gets the expected values, and cannot look into the memory of the process that has them.
+    Files that you may read, it may read: keep gold answers off the machine's disk, or use a
+    container. Standard library only; results that take more than 1 MiB as JSON are an error.
 
     Reasons: correct, or that of the first test that failed: wrong, error (it raised), memory,
     timeout; or that of all: no_code, syntax_error, no_function, empty, truncated.
     Raises `ValueError`: no tests, or one that is no JSON; `RuntimeError` where the system has no
-    such filter (it needs Linux on x86-64 or ARM64): nothing is run then.
+    such filter (it needs Linux on x86-64 or ARM64) or no way to part the process from yours (a
+    user namespace, Landlock, or capabilities to drop): nothing is run then.
     """
     calls, expected = _checked(completion, tests, seconds)
     code = _code_of(completion, truncated, prefill)
@@ -165,7 +167,8 @@ def _run(task: dict) -> tuple[list[dict], str]:
     if '{"ready": true}' not in lines[:1]:
         raise RuntimeError(
             f"code cannot be checked safely here ({lines[0] if lines else 'no start'}): "
-            "it needs Linux on x86-64 or ARM64, where system calls can be filtered"
+            "it needs Linux on x86-64 or ARM64, where system calls can be filtered, and a user "
+            "namespace, Landlock, or capabilities to drop"
         )
     return _records(lines[1:]), "timeout" if process.returncode in _KILLED else "error"
 

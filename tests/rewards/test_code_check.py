@@ -70,6 +70,14 @@ def test_verdicts(completion, passed, reason):
         "open('/proc/self/mem', 'r+b')",
         "import resource; resource.setrlimit(resource.RLIMIT_CPU, (99, 99))",
         "import ctypes; assert ctypes.CDLL(None, use_errno=True).unshare(0x40000000) == 0",
+        "import os; open(f'/proc/{os.getppid()}/mem', 'rb')",
+        "import os; open(f'/proc/{os.getppid()}/environ', 'rb')",
+        "import os; open(f'/proc/{os.getppid()}/fd/0', 'rb')",
+        "import fcntl, os; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+        "import fcntl; fcntl.fcntl(0, 10, 9)",  # F_SETSIG
+        "import fcntl, os; fcntl.fcntl(os.open('/', os.O_RDONLY), fcntl.F_NOTIFY, 1)",
+        "import fcntl; fcntl.flock(open(WITNESS), fcntl.LOCK_EX)",
+        "import fcntl; fcntl.lockf(open(WITNESS), fcntl.LOCK_SH)",
     ],
 )
 def test_closed_doors(deed, tmp_path):
@@ -147,6 +155,18 @@ def test_where_no_filter_is_to_be_had_nothing_runs(monkeypatch, tmp_path):
     without.write_text(source.replace('sys.platform != "linux"', 'sys.platform == sys.platform'))
     monkeypatch.setattr(code_check, "_WORKER", without)
     with pytest.raises(RuntimeError, match="cannot be checked safely here .*no system call filter"):
+        code_answer(RIGHT, TESTS)
+
+
+@runs
+def test_where_the_parent_stays_readable_nothing_runs(monkeypatch, tmp_path):
+    from stablerl_core.rewards import code_check
+
+    source = code_check._WORKER.read_text()
+    opened = tmp_path / "worker.py"
+    opened.write_text(source.replace("os.open(f\"/proc/{os.getppid()}/{name}\"", "os.open(\"/\""))
+    monkeypatch.setattr(code_check, "_WORKER", opened)
+    with pytest.raises(RuntimeError, match="cannot be checked safely here .*could read environ"):
         code_answer(RIGHT, TESTS)
 
 
