@@ -38,10 +38,10 @@ def choice_answer(
     said = _final_part(completion, prefill)
     if isinstance(said, Verdict):
         return said
-    named = _named(said, options)
+    named = _named(said, options.upper())
     if len(named) != 1:
         return Verdict(0.0, "several" if named else "unparseable")
-    return Verdict(1.0, "correct") if named == {gold} else Verdict(0.0, "wrong")
+    return Verdict(1.0, "correct") if named == {gold.upper()} else Verdict(0.0, "wrong")
 
 
 def _final_part(completion: str, prefill: str) -> str | Verdict:
@@ -71,5 +71,6 @@ def _named(said: str, options: str) -> set[str]:
     letters = re.findall(rf"(?<![A-Za-z0-9'])([{re.escape(options)}])(?![A-Za-z0-9'])", said)
     labelled = _LABELLED.fullmatch(said.strip())
     if labelled and labelled[1].upper() in options:
-        return {labelled[1].upper(), *letters}
+        labels = re.findall(rf"(?<![A-Za-z0-9'])([{re.escape(options)}])[).:](?!\w)", said, re.I)
+        return {labelled[1].upper(), *letters, *map(str.upper, labels)}
     return set(letters) if len(set(letters)) > 1 else set()

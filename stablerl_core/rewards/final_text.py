@@ -9,16 +9,16 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def after_thinking(completion: str, prefill: str = "") -> str | None:
-    """What follows the thinking; None if it was begun and never ended.
+    """What follows the thinking; None if it was begun, or begun again, and never ended.
 
     prefill: the end of the prompt, which belongs to the text. Chat templates that open the
     thinking put `<think>` there, so that it is never in a completion; a check of the completion
     alone would refuse every well-formed one. A text without thinking is returned whole.
     """
-    text = prefill + completion
-    if THINK[1] in text:
-        return text.rpartition(THINK[1])[2]
-    return None if THINK[0] in text else completion
+    _, ended, rest = (prefill + completion).rpartition(THINK[1])
+    if THINK[0] in rest:
+        return None
+    return rest if ended else completion
 
 
 def box_tail(completion: str) -> str | None:

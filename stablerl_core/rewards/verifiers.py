@@ -17,7 +17,9 @@ from .tasks import MARKER
 from .verdict import Verdict, check_texts
 
 MAX_MATH_ANSWER = 256  # characters; what a symbolic parser gets to see at most
-_NUMBER = re.compile(r"\s*[$€£]?\s*([-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+))(\.[0-9]+|)")
+_NUMBER = re.compile(
+    r"\s*[$€£]?\s*([-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+))(\.[0-9]+|)(?![,.]?[0-9])"
+)
 _MATH_WORKER = Path(__file__).with_name("_math_worker.py")
 
 
@@ -99,7 +101,8 @@ def number_answer(completion: str, gold: str, *, truncated: bool = False) -> Ver
 
     `#### 1,234.50 dollars` is 1234.5: spaces, a currency sign before it and whatever follows the
     number, however long, do not matter; `21` is not `1`. Compared exactly, as decimals. A marker
-    with no number after it is "unparseable". Time is linear in the length.
+    with no number after it is "unparseable", and so are digits that go on after a comma or a point
+    in another way (`1,00,000` is not 1, `1.234,5` is not 1.234). Time is linear in the length.
     Raises `ValueError`: completion or gold is no text; gold does not begin with a number.
     """
     check_texts(completion, gold)

@@ -64,6 +64,9 @@ def test_what_is_in_the_last_box_is_what_was_put_there(before, content, after):
         ("a</think>b", "", "b"),
         ("a</think>b</think>c", "<think>", "c"),
         ("<think>a", "", None),
+        ("<think>a</think>b<think>c", "", None),
+        ("a</think>b<think>c", "<think>", None),
+        ("b", "<think>\n\n</think>\n\n", "\n\nb"),
         ("a", "Assistant: <think>\n", None),
         ("b", "", "b"),
         ("", "", ""),
@@ -111,6 +114,7 @@ def test_a_think_tag_that_the_template_opened_is_joined():
         *("The answer is B.", "The answer is: (B)", "Answer: **B**", "answer is option B"),
         *("A? No. The correct answer is B", "The answer is A.\nWait. The answer is B."),
         *("<think>A or C</think>B", r"A and C fail, so \boxed{B}"),
+        *("b) at 3 a.m.", "B) b: a number"),
     ],
 )
 def test_forms_of_a_right_choice(completion):
@@ -122,6 +126,9 @@ def test_forms_of_a_right_choice(completion):
     [
         ("A or B or C", "several"),
         ("A, B", "several"),
+        ("(b) or (a)", "several"),
+        ("b. a.", "several"),
+        ("B) not a: that is worse", "several"),
         ("ABCD", "unparseable"),
         (r"\boxed{AB}", "unparseable"),
         (r"\boxed{A, B}", "several"),
@@ -168,6 +175,13 @@ def test_long_texts_get_a_verdict(unit):
     assert choice_answer(text + r"}\boxed{B}", "B").reward == 1
 
 
+def test_options_may_be_small_letters():
+    assert choice_answer("The answer is (b).", "b", options="abcd") == Verdict(1.0, "correct")
+    assert choice_answer("B) Paris", "b", options="abcd").reward == 1
+    assert choice_answer("(a)", "b", options="abcd").reason == "wrong"
+    assert choice_answer("a or b", "b", options="abcd").reward == 0
+
+
 def test_a_truncated_text_has_no_choice_and_no_box():
     assert choice_answer("B", "B", truncated=True) == Verdict(0.0, "truncated")
     assert boxed_answer(r"\boxed{B}", "B", truncated=True) == Verdict(0.0, "truncated")
@@ -204,6 +218,10 @@ def test_math_reads_a_box_in_which_braces_are_characters():
         ("#### 42,000", (0, "wrong")),
         ("#### 42.5", (0, "wrong")),
         ("#### about 42", (0, "unparseable")),
+        ("#### 42,00,000", (0, "unparseable")),  # 42 hundred thousand, in the Indian way
+        ("#### 42,5", (0, "unparseable")),
+        ("#### 42.000,5", (0, "unparseable")),
+        ("#### 42, 43", (1, "correct")),  # what follows a space does not matter, as documented
         ("#### .", (0, "unparseable")),
         ("####", (0, "no_answer")),
         ("42", (0, "no_marker")),
