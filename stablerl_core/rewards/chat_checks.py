@@ -104,7 +104,8 @@ def answer_faults(
 
     ids, counted: one row an answer (prompts may stand before, padding after); counted is True
     where the loss looks. eos: ids that end an answer. truncated: rows that were cut and rightly
-    have no end. Raises `ValueError`: no row, no eos, shapes that differ.
+    have no end; an end token after them is padding. Raises `ValueError`: no row, no eos, shapes
+    that differ.
     """
     cuts = [False] * len(ids) if truncated is None else [bool(cut) for cut in truncated]
     if not len(ids) or not len(eos) or not len(ids) == len(counted) == len(cuts):
@@ -117,7 +118,7 @@ def answer_faults(
         if len(row) != len(seen):
             raise ValueError(f"row {i} has {len(row)} ids and {len(seen)} counted")
         fault = _ending([int(t) for t in row], [bool(c) for c in seen], set(eos))
-        if fault and not (cut and fault == "eos_absent"):
+        if fault and not (cut and fault != "nothing_counted"):
             rows.setdefault(fault, []).append(i)
     return tuple(
         ChatFault(name, f"{len(found)} of {len(ids)} rows, first {found[:5]}")

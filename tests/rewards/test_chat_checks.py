@@ -145,6 +145,10 @@ def test_an_end_that_the_loss_does_not_see():
     cut = [[False, True, True, True]]
     assert names(answer_faults(rows[3:], cut, [2])) == ["eos_absent"]
     assert answer_faults(rows[3:], cut, [2], truncated=[True]) == ()
+    # A cut answer beside a longer one, padded with the end token: no end of its own.
+    padded = [[7, 9, 2, 2]], [[False, True, False, False]], [2]
+    assert answer_faults(*padded, truncated=[True]) == ()
+    assert names(answer_faults(*padded)) == ["eos_not_counted"]
     assert names(answer_faults(rows[:1], [[False] * 4], [2], truncated=[True])) == [
         "nothing_counted"
     ]
