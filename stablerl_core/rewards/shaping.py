@@ -150,9 +150,10 @@ def proof_reward(
     R_Y = `quality` is the score s of a *trained verifier*, in {0, ½, 1}; R_Z = R_score R_meta with
     R_score = 1 − |s′ − s|, s′ = `claimed`; `meta` in [0, 1] says whether the faults named are real,
     `form` in {0, 1} whether the format is kept. A wrong proof that says so earns β, a right one
-    that says so α + β: with α > β nobody gains by being wrong on purpose, as with a sure ½.
+    that says so α + β. Trying and calling it wrong earns α p + β (1 − p), so with α > β nobody
+    gains by being wrong on purpose, unlike with `self_verification`'s sure ½.
 
-    Source: 2511.22570; α and β are quoted from memory and could not be checked.
+    Source: 2511.22570; its form is quoted at second hand, α and β from memory, unchecked.
     Raises `ValueError`: a number outside [0, 1].
     """
     given = {"quality": quality, "claimed": claimed, "form": form, "meta": meta}
@@ -194,8 +195,9 @@ def positive_example_loss(
     """VAPO's language-model loss on right answers: −weight · mean log π_θ over their tokens.
 
     logp, mask: (B, T); rewards: (B,), right means > 0; who sampled does not matter. On-policy its
-    gradient is that of an advantage of `weight`, the same for all right answers, added to
-    REINFORCE over those tokens: it has no baseline, so it pulls also where all answers are right.
+    gradient is that of an advantage of `weight`, the same for all right answers, in REINFORCE
+    averaged over those tokens; beside a loss averaged over all tokens that is `weight` divided by
+    the share of right tokens. It has no baseline, so it pulls also where all answers are right.
     Without a right answer the loss is a finite 0. Source: 2504.05118, §4.3 (weight 0.1).
     Raises `ValueError`: rewards is not (B,).
     """
