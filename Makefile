@@ -16,7 +16,7 @@ SITE := _build/.built
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 SITE_SOURCES := $(shell find book notebooks -type f -not -path "book/assets/vendor/*" \
     -not -path "book/_generated/*" -not -path "*/.ipynb_checkpoints/*" -not -path "*/__pycache__/*" 2>/dev/null) \
-    _config.yml _toc.yml stablerl_core/runlog.py
+    _config.yml _toc.yml stablerl_core/runlog.py $(wildcard results/*.json)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg \
     --nbval-cell-timeout=120 -n 2 --dist loadfile
 # Progress bars and model hubs stay silent; a notebook must use the inline plot backend.

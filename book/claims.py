@@ -279,6 +279,44 @@ LAYER_1 = (
     ),
     Claim(
         "001",
+        "problems that the policy solves 30 to 70 % of the time are worth most",
+        "not in the report that the text names {cite}`seed2025thinking`; 20 to 80 % elsewhere "
+        "{cite}`bae2025online`",
+        "partly",
+        "12_where_the_gradient_vanishes",
+        lambda: (
+            "At one budget of completions, minus uniform draws, accuracy on what is in reach: a "
+            f"bucket that is measured once {_curriculum('frozen bucket')}, one that follows the "
+            f"policy {_curriculum('moving bucket')}."
+        ),
+    ),
+    Claim(
+        "001, 002",
+        "begin with easy problems and then make them harder",
+        "not in the report that the texts name {cite}`seed2025thinking`",
+        "refuted",
+        "12_where_the_gradient_vanishes",
+        lambda: (
+            f"In a fixed order, minus uniform draws at the same budget: {_curriculum('easy first')}"
+            ". There was no rung between what is solved and what is never solved, and AdamW goes "
+            "on stepping where no group has a gradient."
+        ),
+    ),
+    Claim(
+        "004",
+        "groups below 8 have 2.1 times the variance",
+        "not found in the report {cite}`deepseek2025r1`",
+        "refuted",
+        "12_where_the_gradient_vanishes",
+        lambda: (
+            "Without the division the error of an advantage is p(1 − p)/G, so 8 is no threshold. "
+            "Noise of a step's gradient, groups of 4 over groups of 8: "
+            f"{_over('noise_prompts', 4, 8)} for as many groups, {_over('noise', 4, 8)} for as "
+            "many completions."
+        ),
+    ),
+    Claim(
+        "001",
         "scores of different templates, prompts and sampling parameters cannot be compared",
         "the case of Llama 4, as the texts tell it",
         "reproduced",
@@ -319,6 +357,58 @@ LAYER_3 = (
             f"{less('gradient_spikes', 'skip', 'none', 'accuracy', 40, 40)}. The halvings are for "
             "good, so the run also ends slower."
         ),
+    ),
+    Claim(
+        "000",
+        "gradient checkpointing reduces memory by 60 %",
+        "not in the report {cite}`deepseek2025v32`; a third more arithmetic "
+        "{cite}`chen2016training`",
+        "partly",
+        "34_precision_and_memory",
+        lambda: (
+            "The same switch saves from "
+            f"{_saved('256_tokens', 2)} % to {_saved('2048_tokens', 8)} % of what a run holds at "
+            "its peak, by tokens and depth. The gradient is the same to the last bit."
+        ),
+    ),
+    Claim(
+        "000",
+        "8:1 gradient compression reduces latency by 70 %",
+        "not in the report {cite}`deepseek2025v32`",
+        "partly",
+        "34_precision_and_memory",
+        lambda: (
+            "Four bits with their scales are "
+            f"{at('compression_slow', '4bit', 'ratio', 20, 30).mean:.1f} : 1 from float32 and half "
+            "of that from bfloat16. Minus no compression, accuracy "
+            f"{less('compression_slow', '4bit', 'none', ACC, 20, 30)}: no difference was "
+            "measurable. Latency was not measured."
+        ),
+    ),
+    Claim(
+        "000",
+        "an FP16/FP8 hybrid improves utilization by 45 %",
+        "DeepSeek-V3 trained in FP8 and bfloat16 {cite}`deepseek2024v3`; no such number",
+        "not testable here",
+        "",
+        "",
+    ),
+    Claim(
+        "004",
+        "4-bit gradient compression reduces the storage of optimizer states",
+        "not found in the report {cite}`deepseek2025r1`",
+        "refuted",
+        "34_precision_and_memory",
+        "States are computed from gradients that have arrived and been unpacked; how they "
+        "travelled does not occur in the account of bytes.",
+    ),
+    Claim(
+        "004",
+        "offloading, compression and sharding raise the parameters of a GPU from 13B to 37B",
+        "models that a phase does not use leave the GPU {cite}`deepseek2025r1`; no such numbers",
+        "not testable here",
+        "",
+        "",
     ),
     Claim(
         "001",
@@ -566,6 +656,31 @@ LAYER_4 = (
         ),
     ),
     Claim(
+        "002",
+        "decay the learning rate when answers surge in length",
+        "so in the paper {cite}`zhang2026beyond`",
+        "not testable here",
+        "",
+        "",
+    ),
+    Claim(
+        "002",
+        "FP8 throughout makes training 44 % faster",
+        "FP8 for the sampler and its cache, up to 44 % more tokens, with corrections "
+        "{cite}`qiu2026fp8rl`",
+        "not testable here",
+        "",
+        "",
+    ),
+    Claim(
+        "004",
+        "prediction of several tokens makes sampling 40 % more efficient",
+        "speculative sampling keeps the distribution; no such number was found",
+        "not testable here",
+        "",
+        "",
+    ),
+    Claim(
         "000, 004",
         "hours between failures, throughput, latency and benchmark scores of large clusters",
         "no source was found for any of these numbers",
@@ -580,6 +695,25 @@ CLAIMS: tuple[Claim, ...] = LAYER_1 + LAYER_2 + LAYER_3 + LAYER_4
 
 def _percent(found: Interval) -> str:
     return f"{found.mean:.1%} [{found.low:.1%}, {found.high:.1%}]"
+
+
+def _curriculum(arm: str) -> Interval:
+    """Accuracy on the levels in reach after the whole budget of chapter 12, minus uniform draws."""
+    return less("curricula", arm, "uniform", "reached", 3072, 3072)
+
+
+def _over(signal: str, size: int, other: int) -> Interval:
+    """Ratio of a gradient's noise with groups of two sizes, paired by seed."""
+    sides = [load("gradient_noise").per_seed("base", signal, g, g) for g in (size, other)]
+    return interval([a / b for a, b in zip(*sides, strict=True)])
+
+
+def _saved(arm: str, layers: int) -> str:
+    """What checkpointing takes off peak memory and Adam's states, in per cent."""
+    runs = load("checkpointing").runs[arm].values()
+    rows = [row for run in runs for row in run if row["step"] == layers]
+    sides = [(r["peak_less"] + r["adam"], r["peak"] + r["adam"]) for r in rows]
+    return f"{interval([100 * (1 - a / b) for a, b in sides]).mean:.0f}"
 
 
 def _gap(setting: str) -> Interval:

@@ -69,10 +69,14 @@ def diagnose(log: RunLog | SignalLog) -> Diagnosis:
 
 def _in_causal_order(faults: list[Finding], slack: float) -> list[Finding]:
     """By first step; those within `slack` of the earliest keep the order of the rules."""
+
+    def begin(fault: Finding) -> float:
+        return fault.first_step if fault.earliest is None else fault.earliest
+
     ordered, rest = [], list(faults)
     while rest:
-        start = min(f.first_step for f in rest) + slack
-        together = [f for f in rest if f.first_step <= start]
+        start = min(map(begin, rest)) + slack
+        together = [f for f in rest if begin(f) <= start]
         ordered += together[:1]
         rest = [f for f in rest if f is not together[0]]
     return ordered

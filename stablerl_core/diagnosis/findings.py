@@ -29,6 +29,7 @@ class Finding:
     harm         whether it is damage to the outcome, which has its cause elsewhere
     check_first  the next thing to look at
     do_not       what would only hide it
+    earliest     where it can have begun at the earliest, if the signal is measured rarely
     """
 
     layer: int
@@ -40,6 +41,7 @@ class Finding:
     harm: bool = False
     check_first: str = ""
     do_not: str = ""
+    earliest: float | None = None
 
 
 @dataclass(frozen=True)

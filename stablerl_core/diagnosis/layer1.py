@@ -100,7 +100,9 @@ def paid_but_wrong(e: Evidence) -> Finding | None:
             continue
         lost = fall_from_peak(series) if len(series) >= 4 else None
         if lost and lost.after < level(series, "first"):
-            return _hack(e, name, series, _leaves(e, series, lost.before))
+            good, bad = _leaves(series, lost.before)
+            # Stale data, too, parts the reward from the evaluation, and is seen in every row.
+            return _hack(e, name, series, bad, good if e.gap_is_healthy else bad)
         if len(series) >= 5 and _parted(e, series):
             return _hack(e, name, series, float(series.steps[-1]))
     for name, series in e.log.family("reward_part").items():
@@ -137,15 +139,10 @@ def _ceiling(e: Evidence) -> float:
     return 0.95 * float(e.reward.values.max()) if len(e.reward) else np.inf
 
 
-def _leaves(e: Evidence, series, peak: float) -> float:
-    """When an evaluation left nine tenths of its peak for good.
-
-    Evaluations are rare, so it may have begun to fall right after the last good one. That one is
-    taken where sampler and trainer agree, and otherwise the one after it: stale data, too, parts
-    the reward from the evaluation, and its own signals are in every row.
-    """
+def _leaves(series, peak: float) -> tuple[float, float]:
+    """The last step at which an evaluation reached nine tenths of its peak, and the one after."""
     last = int(np.flatnonzero(series.values >= 0.9 * peak)[-1])
-    return float(series.steps[last if e.gap_is_healthy else min(last + 1, len(series) - 1)])
+    return float(series.steps[last]), float(series.steps[min(last + 1, len(series) - 1)])
 
 
 def _parted(e: Evidence, series) -> bool:
@@ -161,7 +158,7 @@ def _all_up(values: np.ndarray) -> bool:
     return 3 <= len(values) < 8 and values[-1] > 1.15 * values[0] > 0
 
 
-def _hack(e: Evidence, name: str, series, step: float) -> Finding:
+def _hack(e: Evidence, name: str, series, step: float, earliest: float | None = None) -> Finding:
     first, last = level(e.reward, "first"), level(e.reward, "last")
     return Finding(
         *(1, name, step),
@@ -173,6 +170,7 @@ def _hack(e: Evidence, name: str, series, step: float) -> Finding:
         check_first="Read the best-paid completions of the last steps, and score them with an "
         "independent strict verifier.",
         do_not="A KL penalty, clipping or a lower rate: they delay the hack and keep the target.",
+        earliest=earliest,
     )
 
 
