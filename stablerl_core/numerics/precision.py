@@ -43,7 +43,7 @@ def number_format(dtype: torch.dtype) -> NumberFormat:
 def swallowed(parameter: Tensor, update: Tensor, dtype: torch.dtype) -> Tensor:
     """Share of the nonzero updates that a weight held in `dtype` does not notice, 0-d float.
 
-        mean over u ≠ 0 of [cast(w + u) = cast(w)]
+        mean over u ≠ 0 of [cast(cast(w) + u) = cast(w)]
 
     The sum is taken in float64, so this is what rounding of the weight alone does. `parameter`
     and `update` have one shape; without a nonzero update the share is 0. Raises `ValueError` where
