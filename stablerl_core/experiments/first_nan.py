@@ -205,7 +205,7 @@ FAULTS = {
     "untaken_branch": Fault(guarded_mean, _nothing_counts, "(loss)", "DivBackward0", "path"),
     "extreme_answer": Fault(ratio_of_answers, _of_another_model, "(loss)", "exp", "precision"),
     "half_overflow": Fault(
-        policy_loss, _halved, "model.layers.1.mlp.experts", "m", "precision", False
+        policy_loss, _halved, "model.layers.1.mlp.experts", "mm", "precision", False
     ),
     "optimizer_state": Fault(
         policy_loss, _negative_moment, "model.layers.0.self_attn.q_proj", "", "given", False
