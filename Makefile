@@ -57,7 +57,8 @@ lab: $(READY)  ## open the notebooks in JupyterLab
 
 execute: $(READY)  ## run every notebook again and keep its new outputs
 	$(QUIET) $(PY) -m jupyter nbconvert --to notebook --execute --inplace \
-	    --ExecutePreprocessor.record_timing=False --coalesce-streams $(NOTEBOOKS)
+	    --ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
+	$(QUIET) $(PY) -m jupyter nbconvert --to notebook --inplace --coalesce-streams $(NOTEBOOKS)
 
 bench: $(READY)  ## speed and memory against other libraries, side by side
 	$(PY) benchmarks/run.py
