@@ -89,6 +89,9 @@ def departure(
     gone[0] = False
     later = np.cumsum(gone[::-1])[::-1] / np.arange(len(gone), 0, -1)
     starts = np.flatnonzero(gone & (later >= 2 / 3))
+    # One last value has nothing after it that could show it to stay, unless it is far out.
+    if len(series) >= 6 and gone[-1] and not gone[-2] and abs(curve[-1]) < 10 * abs(before):
+        starts = starts[:-1]
     if not len(starts):
         return None
     after = float(np.median(curve[starts[0] :]))

@@ -7,6 +7,7 @@ from stablerl_core.diagnosis import Series
 from stablerl_core.diagnosis.trends import (
     departure,
     fall_from_peak,
+    halved,
     level,
     monotone,
     period,
@@ -59,6 +60,21 @@ def test_a_departure_says_where_and_how_far():
 def test_an_excursion_that_comes_back_is_none():
     values = np.r_[np.full(60, 1.0), np.full(20, 3.0), np.full(60, 1.0)] + noise(140)
     assert departure(series(values), up=True, least=0.2) is None
+
+
+def test_one_last_value_is_no_departure_unless_it_is_far_out():
+    quiet = [0.02, 0.021, 0.019, 0.02, 0.022, 0.02, 0.019]
+    assert departure(series([*quiet, 0.15]), up=True, least=0.02) is None
+    assert departure(series([*quiet, 0.15, 0.16]), up=True, least=0.02).step == 8
+    assert departure(series([*quiet, 5.0]), up=True, least=0.02).step == 8
+
+
+def test_half_of_what_few_values_began_with():
+    assert halved(series([0.38, 0.24, 0.09, 0.15, 0.03, 0.04, 0.06]))
+    assert fall_from_peak(series([0.38, 0.24, 0.09, 0.15, 0.03, 0.04, 0.06])).before == 0.38
+    for kept in ([0.41, 0.28, 0.24, 0.25, 0.30, 0.20, 0.32], [-1.2, -1.3, -1.8, -1.8, -1.9, -2.0]):
+        assert not halved(series(kept))
+    assert not halved(series([1.0, 0.1, 0.1, 0.1])) and not halved(series(np.linspace(1, 0, 40)))
 
 
 def test_nan_values_are_passed_over_and_short_series_decided_by_size():
