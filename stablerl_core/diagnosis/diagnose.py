@@ -21,10 +21,9 @@ RULES = (
     *(layer4.stale_spikes, layer2.kl_from_the_start, layer2.negative_kl),
     *(layer3.gradient_explodes, layer3.loss_explodes, layer2.kl_of_a_step, layer2.clipped),
     *(layer2.kl_to_reference, layer2.entropy_runs_up, layer1.paid_but_wrong, layer2.entropy_dies),
-    *(layer1.traded_parts,),
-    *(layer1.tied_groups, layer2.ratio_off, layer2.long_weights, layer4.biased_ratio),
-    *(layer4.stale, layer4.weights_degenerate, layer3.loss_scale_falls, layer3.nonfinite),
-    *(layer3.metric_only, layer4.gap_is_healthy),
+    *(layer1.traded_parts, layer1.tied_groups, layer2.ratio_off, layer2.long_weights),
+    *(layer4.biased_ratio, layer4.stale, layer4.weights_degenerate, layer3.loss_scale_falls),
+    *(layer3.nonfinite, layer3.metric_only, layer4.gap_is_healthy),
 )
 
 
